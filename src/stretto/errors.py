@@ -1,0 +1,94 @@
+"""Every error stretto raises on purpose.
+
+    StrettoError
+    ├── InputError (also ValueError)   an argument, file or batch that cannot be used
+    │   ├── ActionSyntaxError          text that is not an action
+    │   ├── PlacementError             stages and ranks that do not fit together
+    │   └── FormatError                a file of another format, version or content
+    ├── ScheduleError                  a schedule that breaks a rule; carries the violations
+    ├── EmptyTimelineError             a figure was asked of a timeline without compute spans
+    └── ExecutionError                 a run that failed; carries rank and, where known, the action
+        ├── StageError                 user code raised inside an action
+        ├── TransportError             a message did not get through
+        ├── RemoteError                another rank refused or failed; carries its rank and text
+        └── EngineClosedError          the engine cannot be used any more; carries the reason
+
+An `InputError` is the caller's to mend: the command line prints it in one line and exits with 2.
+An `ExecutionError` ends a run: the command line exits with 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StrettoError(Exception):
+    """Root of all errors raised on purpose."""
+
+
+class InputError(StrettoError, ValueError):
+    """An argument, file or batch cannot be used; the message names value, rule and remedy."""
+
+
+class ActionSyntaxError(InputError):
+    """A text is not an action.
+
+    Args:
+        text: The text that was read.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, text: str, reason: str) -> None:
+        super().__init__(f"{text!r} is not an action: {reason}")
+        self.text = text
+
+
+class PlacementError(InputError):
+    """Stages and ranks do not fit together."""
+
+
+class FormatError(InputError):
+    """A file is not of the format or version this release reads."""
+
+
+class ScheduleError(StrettoError):
+    """A schedule breaks rules; every violation is in the message and in `violations`."""
+
+    def __init__(self, message: str, violations: Sequence[object] = ()) -> None:
+        super().__init__(message)
+        self.violations = tuple(violations)
+
+
+class EmptyTimelineError(StrettoError):
+    """A figure needs at least one compute span and there is none."""
+
+
+class ExecutionError(StrettoError):
+    """A run failed.
+
+    Args:
+        message: What happened, in one sentence.
+        rank: The rank it happened on, if known.
+        action: The action it happened in, printed (`2F0`), if known.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, action: str | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.action = action
+
+
+class StageError(ExecutionError):
+    """User code (a stage, the loss) raised inside an action; the cause is chained."""
+
+
+class TransportError(ExecutionError):
+    """A message could not be sent or received."""
+
+
+class RemoteError(ExecutionError):
+    """Another rank refused the step or failed in it."""
+
+
+class EngineClosedError(ExecutionError):
+    """The engine was closed, or broke in an earlier step, and says why."""

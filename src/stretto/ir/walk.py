@@ -1,0 +1,131 @@
+"""One way through a schedule: which items can run after which, rank by rank.
+
+The walk moves in rounds. In a round every rank runs at most one compute item, and only one
+whose needs were there when the round began, so the order of the walk is an order of production
+in which all work lasts equally long. Transfers take no round: a SEND never waits, a RECV posts.
+Passes place transfers by it, the simulator times it, the verifier asks what never runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from stretto.ir.action import COMPUTE, SENDS, Action, AnyAction, Overlap, halves
+from stretto.ir.deps import TRAVELS, Value, carried, gives, needs
+from stretto.ir.schedule import Schedule
+
+
+class Visit(NamedTuple):
+    """An item that ran: its rank, its position in the rank's order, and the round it ran in."""
+
+    rank: int
+    position: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """An item that never runs, the first such of its rank, and the values it waits for."""
+
+    rank: int
+    position: int
+    missing: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The items in an order in which they can run, and where ranks got stuck, if they did."""
+
+    visits: tuple[Visit, ...]
+    blocked: tuple[Blocked, ...]
+
+
+def item_needs(item: AnyAction, num_stages: int) -> tuple[Value, ...]:
+    """What must be there before the item starts; a pair needs what both halves need."""
+    return tuple(value for action in halves(item) for value in needs(action, num_stages))
+
+
+def walk(schedule: Schedule) -> Walk:
+    """Run the schedule without time, sends buffered.
+
+    Cost: linear in the number of items, times the share of rounds in which ranks wait.
+    """
+    state = _State(schedule)
+    visits: list[Visit] = []
+    round_index = 0
+    while True:
+        ran = [visit for rank in range(schedule.num_ranks) for visit in state.run(rank, round_index)]
+        if not ran:
+            break
+        visits += ran
+        state.publish()
+        round_index += 1
+    return Walk(visits=tuple(visits), blocked=tuple(state.blocked()))
+
+
+class _State:
+    """Positions of the ranks and the values that are there."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.lowered = schedule.is_lowered
+        self.position = [0] * schedule.num_ranks
+        self.there: set[tuple[int, Value]] = set()
+        self.anywhere: set[Value] = set()
+        self.sent: set[Value] = set()
+        self.posted: dict[Value, int] = {}
+        self.fresh: list[tuple[int, Value]] = []
+
+    def run(self, rank: int, round_index: int) -> Iterator[Visit]:
+        order = self.schedule.ranks[rank]
+        computed = False
+        while self.position[rank] < len(order):
+            item = order[self.position[rank]]
+            is_compute = isinstance(item, Overlap) or item.kind in COMPUTE
+            if (is_compute and computed) or self.missing(rank, item):
+                return
+            computed = computed or is_compute
+            self.give(rank, item)
+            yield Visit(rank, self.position[rank], round_index)
+            self.position[rank] += 1
+
+    def missing(self, rank: int, item: AnyAction) -> tuple[Value, ...]:
+        values = item_needs(item, self.schedule.num_stages)
+        return tuple(
+            value
+            for value in values
+            if (rank, value) not in self.there and value not in self.anywhere
+        )
+
+    def give(self, rank: int, item: AnyAction) -> None:
+        for action in halves(item):
+            value = carried(action) if isinstance(action, Action) else None
+            if value is None:
+                given = [(rank, one) for one in gives(action)]
+                # what this rank computed is there for itself at once, for others next round
+                self.there.update(given)
+                if not self.lowered:
+                    self.fresh += given
+            elif action.kind in SENDS:
+                self.sent.add(value)
+                if value in self.posted:
+                    self.fresh.append((self.posted[value], value))
+            else:
+                self.posted[value] = rank
+                if value in self.sent:
+                    self.there.add((rank, value))
+
+    def publish(self) -> None:
+        if self.lowered:
+            self.there.update(self.fresh)
+        else:
+            self.anywhere.update(value for _, value in self.fresh if value.kind in TRAVELS)
+        self.fresh.clear()
+
+    def blocked(self) -> Iterator[Blocked]:
+        for rank, order in enumerate(self.schedule.ranks):
+            position = self.position[rank]
+            if position < len(order):
+                yield Blocked(rank, position, self.missing(rank, order[position]))

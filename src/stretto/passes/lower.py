@@ -1,0 +1,25 @@
+"""The lowering every part of stretto agrees on: pairs split, transfers, frees."""
+
+from __future__ import annotations
+
+from stretto.ir.action import FREES, Action
+from stretto.ir.schedule import Schedule, split_overlaps
+from stretto.passes.add_comms import add_comms
+from stretto.passes.add_frees import add_frees
+
+
+def lower(schedule: Schedule) -> Schedule:
+    """The program the engine runs for this schedule.
+
+    Pairs become their halves, so that the forward's output leaves before the backward starts.
+    Transfers and frees that the schedule has already stay where they are.
+    """
+    schedule = split_overlaps(schedule)
+    if not schedule.is_lowered:
+        schedule = add_comms(schedule)
+    has_frees = any(
+        isinstance(item, Action) and item.kind in FREES
+        for order in schedule.ranks
+        for item in order
+    )
+    return schedule if has_frees else add_frees(schedule)
