@@ -1,0 +1,81 @@
+"""Agreeing before anything is sent: a mistake on one rank becomes an error on every rank.
+
+Ranks exchange a short note at construction and at the start of each step. A rank whose input
+cannot be used says so in its note; the others raise the same error, naming that rank. Notes that
+must be equal (schedule, mode, number of microbatches) are compared on every rank alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from stretto.errors import InputError, StrettoError
+from stretto.runtime.wire.transport import Group
+
+T = TypeVar("T")
+
+
+def agree(
+    group: Group, check: Callable[[], tuple[T, Mapping[str, Any]]], what: str
+) -> tuple[T, list[Mapping[str, Any]]]:
+    """Run a check on every rank and go on only if it passes on all.
+
+    Args:
+        group: The ranks.
+        check: Returns something for this rank and a note (JSON) for all.
+        what: What is being agreed on, for the message.
+
+    Returns:
+        This rank's result, and the notes of all ranks.
+
+    Raises:
+        StrettoError: the check failed here (its own error) ...
+        InputError: ... or on another rank, which the message names.
+    """
+    checked: list[T] = []
+    failure: StrettoError | None = None
+    note: Mapping[str, Any] = {}
+    try:
+        mine, note = check()
+        checked.append(mine)
+    except StrettoError as error:
+        failure = error
+    blob = json.dumps({"error": None if failure is None else str(failure), "note": note})
+    answers = [json.loads(one) for one in group.gather(blob.encode())]
+    if failure is not None:
+        raise failure
+    for rank, answer in enumerate(answers):
+        if answer["error"] is not None:
+            raise InputError(f"rank {rank} refused {what}: {answer['error']}")
+    return checked[0], [answer["note"] for answer in answers]
+
+
+def require_equal(notes: Sequence[Mapping[str, Any]], key: str, what: str) -> Any:
+    """The value all ranks gave for a key.
+
+    Raises:
+        InputError: they gave different values; all are named.
+    """
+    values = [note[key] for note in notes]
+    if any(value != values[0] for value in values):
+        told = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+        raise InputError(f"the ranks do not agree on {what} ({told}); it must be the same on all")
+    return values[0]
+
+
+def require_compatible(notes: Sequence[Mapping[str, Any]], key: str, what: str) -> Any:
+    """The value of the ranks that know one (others say None); None if nobody does.
+
+    Raises:
+        InputError: two ranks know different values.
+    """
+    known = [(rank, note[key]) for rank, note in enumerate(notes) if note[key] is not None]
+    for rank, value in known:
+        if value != known[0][1]:
+            raise InputError(
+                f"the ranks do not agree on {what} (rank {known[0][0]}: {known[0][1]}, rank "
+                f"{rank}: {value})"
+            )
+    return known[0][1] if known else None

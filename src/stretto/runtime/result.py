@@ -1,0 +1,34 @@
+"""What a step gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stretto.ir import Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The result of `Engine.step` or `Engine.eval_step`, on one rank.
+
+    Args:
+        loss: The loss of the batch, a float64 tensor without dimensions: the sum of the scaled
+            losses of the microbatches, added in ascending order in the loss's own dtype. On
+            every rank, or on `loss_rank` only if the engine was told so; None where unknown, and
+            in an evaluation without targets.
+        microbatch_losses: What the loss function returned for each microbatch, float64, shape
+            [number of microbatches]; there and None as `loss`.
+        outputs: The last stage's outputs, merged over the microbatches and detached; on
+            `loss_rank` and on request only.
+        timeline: What really ran on all ranks, if the engine was recording.
+        loss_rank: The rank that owns the last stage.
+    """
+
+    loss: torch.Tensor | None
+    microbatch_losses: torch.Tensor | None
+    outputs: Any
+    timeline: Timeline | None
+    loss_rank: int

@@ -1,0 +1,1 @@
+"""The wire: how messages between stages travel. One interface, several transports."""

@@ -1,0 +1,211 @@
+"""What travels between two stages, and how it becomes bytes.
+
+A message is a nested value: tensors plus a spec. Its `Layout` (structure, and dtype, shape,
+strides and need of gradient per tensor) travels only when it differs from the last one on the
+same edge; both ends remember it. Tensors keep their exact strides, since kernels may give other
+bits for other strides: dense ones are copied in memory order, others packed and spread again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from stretto.errors import InputError, TransportError
+from stretto.runtime.tree import Spec, spec_from_json, spec_to_json
+
+ALIGNMENT = 64
+"""Every tensor of a frame starts at a multiple of this many bytes."""
+
+
+class TensorLayout(NamedTuple):
+    """How one tensor lies in memory and whether a gradient comes back for it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    requires_grad: bool
+
+
+class Layout(NamedTuple):
+    """Structure of a message: everything but the tensors' bytes. Hashable."""
+
+    spec: Spec
+    tensors: tuple[TensorLayout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Tensors detached from any graph, and the layout to build the value again."""
+
+    layout: Layout
+    tensors: tuple[torch.Tensor, ...]
+
+
+def make_message(
+    tensors: Sequence[torch.Tensor], spec: Spec, requires_grad: Sequence[bool]
+) -> Message:
+    """Wrap flattened tensors; they are detached, and copied only where elements share memory.
+
+    Raises:
+        InputError: a tensor is sparse, quantised or has no data.
+    """
+    plain = tuple(_plain(tensor.detach()) for tensor in tensors)
+    layouts = tuple(
+        layout_of(tensor, flag) for tensor, flag in zip(plain, requires_grad, strict=True)
+    )
+    return Message(Layout(spec, layouts), plain)
+
+
+def layout_of(tensor: torch.Tensor, requires_grad: bool) -> TensorLayout:
+    """How a tensor lies in memory."""
+    return TensorLayout(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), requires_grad)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise InputError(
+            f"a tensor between stages is {tensor.layout} on {tensor.device} with dtype "
+            f"{tensor.dtype}; only dense tensors with data can travel"
+        )
+    # windows over shared elements (unfold) cannot be filled one by one: they travel contiguous
+    return tensor.contiguous() if _shares_elements(tensor) else tensor
+
+
+def encode_layout(layout: Layout) -> bytes:
+    """The layout as bytes (JSON)."""
+    tensors = [
+        [str(one.dtype).removeprefix("torch."), one.shape, one.strides, one.requires_grad]
+        for one in layout.tensors
+    ]
+    return json.dumps([spec_to_json(layout.spec), tensors]).encode()
+
+
+def decode_layout(data: bytes) -> Layout:
+    """Read bytes written by `encode_layout`; foreign bytes raise, they never run."""
+    try:
+        spec, tensors = json.loads(data)
+        layouts = tuple(
+            TensorLayout(_dtype(name), tuple(shape), tuple(strides), bool(flag))
+            for name, shape, strides, flag in tensors
+        )
+        return Layout(spec_from_json(spec), layouts)
+    except (ValueError, TypeError) as error:
+        raise TransportError(f"the bytes of a message layout make no sense: {error}") from error
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return found
+
+
+def payload_bytes(layout: Layout) -> int:
+    """Bytes the tensors of a message take in a frame."""
+    return sum(_aligned(_packed_bytes(one)) for one in layout.tensors)
+
+
+def pack(message: Message, frame: torch.Tensor, offset: int) -> None:
+    """Copy the tensors into a byte tensor from `offset` on (a multiple of ALIGNMENT)."""
+    for tensor, layout in zip(message.tensors, message.layout.tensors, strict=True):
+        _slot(frame, offset, layout).copy_(_collapse(tensor))
+        offset += _aligned(_packed_bytes(layout))
+
+
+def unpack(layout: Layout, frame: torch.Tensor, offset: int) -> tuple[torch.Tensor, ...]:
+    """The tensors of a frame, without a copy where they are dense in memory.
+
+    Each is a tensor of its own over the frame's bytes (not a view of another tensor), so that
+    changing one in place never marks another as changed.
+    """
+    tensors: list[torch.Tensor] = []
+    for one in layout.tensors:
+        slot = _slot(frame, offset, one)
+        tensors.append(slot if tuple(slot.stride()) == one.strides else _spread(slot, one))
+        offset += _aligned(_packed_bytes(one))
+    return tuple(tensors)
+
+
+def snapshot(tensor: torch.Tensor) -> torch.Tensor:
+    """A fresh copy with exactly the same strides (expanded dimensions stay expanded)."""
+    return _spread(_collapse(tensor), layout_of(tensor, requires_grad=False))
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def _collapsed_shape(layout: TensorLayout) -> tuple[int, ...]:
+    return tuple(
+        1 if stride == 0 and size > 0 else size
+        for size, stride in zip(layout.shape, layout.strides, strict=True)
+    )
+
+
+def _packed_bytes(layout: TensorLayout) -> int:
+    count = layout.dtype.itemsize
+    for size in _collapsed_shape(layout):
+        count *= size
+    return count
+
+
+def _collapse(tensor: torch.Tensor) -> torch.Tensor:
+    """One element along every expanded dimension: what has to be copied."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _slot(frame: torch.Tensor, offset: int, layout: TensorLayout) -> torch.Tensor:
+    """A tensor over the frame's bytes: in the layout's own strides if these are dense."""
+    shape = _collapsed_shape(layout)
+    strides = layout.strides if _is_dense(layout) else _contiguous_strides(shape)
+    start = offset // layout.dtype.itemsize
+    empty = torch.empty(0, dtype=layout.dtype)
+    return empty.set_(frame.untyped_storage(), start, shape, strides)
+
+
+def _spread(packed: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
+    fresh = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype)
+    _collapse(fresh).copy_(packed)
+    return fresh
+
+
+def _shares_elements(tensor: torch.Tensor) -> bool:
+    """Whether elements overlap in memory, apart from whole expanded dimensions."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride == 0 or size == 1:
+            continue
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _is_dense(layout: TensorLayout) -> bool:
+    """Whether the strides are those of a permuted contiguous tensor."""
+    expected = 1
+    sizes = zip(layout.strides, layout.shape, strict=True)
+    if 0 in layout.shape:
+        return True
+    for stride, size in sorted(pair for pair in sizes if pair[1] != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,121 @@
+"""The one interface between the engine and whatever carries its messages.
+
+A transport carries messages over channels (`ir.deps.Channel`): ordered streams from a rank to a
+rank, activations and gradients apart. Both ends know the order from the plan. Sends never make
+the caller wait for the receiver, unless the transport is told to behave so (for tests).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from stretto.errors import ExecutionError, TransportError
+from stretto.ir import Action, Channel
+from stretto.runtime.wire.message import Message
+
+
+class Pending:
+    """A transfer under way: done or failed at some time, from any thread.
+
+    Args:
+        action: The SEND or RECV, printed in errors.
+        channel: Where it travels.
+    """
+
+    def __init__(self, action: Action, channel: Channel) -> None:
+        self.action = action
+        self.channel = channel
+        self.message: Message | None = None
+        self.error: BaseException | None = None
+        self.done_ns = 0
+        self._done = threading.Event()
+
+    def finish(self, message: Message | None, now_ns: int) -> None:
+        """The transfer is over; a RECV has its message."""
+        self.message = message
+        self.done_ns = now_ns
+        self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        """The transfer will never be over."""
+        self.error = error
+        self._done.set()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the transfer is over or failed."""
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float) -> Message | None:
+        """Wait until the transfer is over.
+
+        Raises:
+            TransportError: it failed, or took longer than `timeout_s`.
+            ExecutionError: another rank failed and this transfer was called off.
+        """
+        if not self._done.wait(timeout_s):
+            raise TransportError(
+                f"{self.action} on channel {self.channel} waited {timeout_s:g} s without an "
+                f"answer from the other rank",
+                action=str(self.action),
+            )
+        if isinstance(self.error, ExecutionError):
+            raise self.error
+        if self.error is not None:
+            raise TransportError(
+                f"{self.action} on channel {self.channel} failed: {self.error}",
+                action=str(self.action),
+            ) from self.error
+        return self.message
+
+
+class Transport(Protocol):
+    """Carries the messages of one engine; made by its group, closed with it."""
+
+    def send(self, channel: Channel, action: Action, message: Message) -> Pending:
+        """Send the message; its tensors may change as soon as this returns."""
+        ...
+
+    def receive(self, channel: Channel, action: Action) -> Pending:
+        """Post a receive; the pending transfer delivers the message."""
+        ...
+
+    def metadata_count(self) -> int:
+        """How many layouts this rank has sent so far."""
+        ...
+
+    def close(self) -> None:
+        """Give everything up; transfers under way fail."""
+        ...
+
+
+class Group(Protocol):
+    """The ranks of one pipeline, seen from one of them."""
+
+    @property
+    def rank(self) -> int:
+        """This rank within the pipeline."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of the pipeline."""
+        ...
+
+    def connect(self, channels: Sequence[Channel]) -> Transport:
+        """Make a transport for these channels; called once, on every rank."""
+        ...
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Exchange a few bytes: every rank gets every rank's, in rank order."""
+        ...
+
+    def abort(self, error: BaseException) -> None:
+        """Make ranks that wait for this one fail soon, with this reason where it can travel."""
+        ...
+
+    def close(self) -> None:
+        """Give up what the group made for itself; the user's own group is left alone."""
+        ...
