@@ -17,6 +17,7 @@ from stretto.ir.action import (
     halves,
     parse_action,
 )
+from stretto.ir.arrival import order_by_arrival
 from stretto.ir.costs import Costs, Link, Number, check_stage_count, parse_number, uniform_costs
 from stretto.ir.deps import (
     Channel,
@@ -80,6 +81,7 @@ __all__ = [
     "makespan",
     "max_rank_span",
     "needs",
+    "order_by_arrival",
     "parse_action",
     "parse_number",
     "peak_memory",
