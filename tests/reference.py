@@ -1,4 +1,4 @@
-"""What pipelines are compared with: plain microbatch accumulation in one process, and toy models."""
+"""What pipelines are compared with: plain microbatch accumulation, and toy models."""
 
 from __future__ import annotations
 

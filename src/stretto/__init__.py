@@ -10,13 +10,34 @@ from typing import TYPE_CHECKING
 from stretto import errors, ir
 
 if TYPE_CHECKING:
+    from stretto import passes, schedules, simulate, verify, view
     from stretto.models import split
     from stretto.runtime import Engine
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Engine", "__version__", "errors", "ir", "passes", "schedules", "simulate", "split", "verify", "view"]
+__all__ = [
+    "Engine",
+    "__version__",
+    "errors",
+    "ir",
+    "passes",
+    "schedules",
+    "simulate",
+    "split",
+    "verify",
+    "view",
+]
 
-_LAZY_MODULES = ("passes", "schedules", "simulate", "verify", "view", "runtime", "models", "testing")
+_LAZY_MODULES = (
+    "passes",
+    "schedules",
+    "simulate",
+    "verify",
+    "view",
+    "runtime",
+    "models",
+    "testing",
+)
 _LAZY_NAMES = {"Engine": "stretto.runtime", "split": "stretto.models"}
 
 

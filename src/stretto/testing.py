@@ -67,7 +67,9 @@ def _run_threads(
             errors[rank] = error
             hub.fail(rank, error)
 
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(num_ranks)]
+    threads = [
+        threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(num_ranks)
+    ]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + timeout_s
@@ -109,7 +111,10 @@ def _run_processes(
             process.start()
             sending.close()
         store = dist.TCPStore(
-            "127.0.0.1", port.number, is_master=True, wait_for_workers=False,
+            "127.0.0.1",
+            port.number,
+            is_master=True,
+            wait_for_workers=False,
             master_listen_fd=port.duplicate(),
         )
         try:
@@ -195,7 +200,7 @@ def _collect(processes: Sequence[Any], pipes: Sequence[Any], timeout_s: float) -
     waiting = dict(zip(pipes, range(len(processes)), strict=True))
     deadline = time.monotonic() + timeout_s
     while waiting:
-        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        ready: list[Any] = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             _raise_first(errors)
             late = sorted(waiting.values())
@@ -211,7 +216,9 @@ def _collect(processes: Sequence[Any], pipes: Sequence[Any], timeout_s: float) -
                 results[rank] = answer
             else:
                 error, trace = answer
-                error.add_note(f"raised on rank {rank}:\n{trace}") if hasattr(error, "add_note") else None
+                error.add_note(f"raised on rank {rank}:\n{trace}") if hasattr(
+                    error, "add_note"
+                ) else None
                 errors[rank] = error
                 deadline = min(deadline, time.monotonic() + 5)
     _raise_first(errors)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from reference import gradients_of, same_bits, toy_batch, toy_layers
 from torch import nn
 
+from reference import gradients_of, same_bits, toy_batch, toy_layers
 from stretto.errors import EngineClosedError, InputError, RemoteError, ScheduleError, StageError
 from stretto.ir import Kind, Schedule, bubble_fraction, compute_spans, makespan, peak_memory
 from stretto.ir.placement import custom
@@ -23,12 +24,15 @@ MSE = nn.functional.mse_loss
 
 
 def toy_engine(rank: int, group: Any, schedule: Schedule, **options: Any) -> Engine:
+    """An engine on the toy model of four layers."""
     stages = split(toy_layers(4), schedule, rank=rank)
     return Engine(stages, schedule, loss_fn=MSE, group=group, **options)
 
 
 @pytest.mark.parametrize("rule", ["buffered", "rendezvous", "blocking"])
-@pytest.mark.parametrize(("name", "v"), [("gpipe", 0), ("one_f_one_b", 0), ("interleaved_1f1b", 2), ("looped_bfs", 2)])
+@pytest.mark.parametrize(
+    ("name", "v"), [("gpipe", 0), ("one_f_one_b", 0), ("interleaved_1f1b", 2), ("looped_bfs", 2)]
+)
 def test_schedules_run_under_every_rule_of_sending(rule: str, name: str, v: int) -> None:
     """The proved order also runs where sends wait, or block, for their receivers."""
     options = {"stages_per_rank": v} if v else {}
@@ -46,9 +50,21 @@ def evaluate(rank: int, group: Any) -> dict[str, Any]:
     """Evaluations of other sizes before, between and after training steps."""
     engine = toy_engine(rank, group, one_f_one_b(num_ranks=2, num_microbatches=4))
     counts, losses = [], []
-    for mode, rows, m in (("eval", 10, None), ("train", 8, None), ("eval", 4, 2), ("train", 8, None),
-                          ("eval", 6, 1), ("eval", 7, None), ("train", 8, None)):
-        before = {n: p.grad.clone() for s in engine.stages.values() for n, p in s.named_parameters() if p.grad is not None}
+    for mode, rows, m in (
+        ("eval", 10, None),
+        ("train", 8, None),
+        ("eval", 4, 2),
+        ("train", 8, None),
+        ("eval", 6, 1),
+        ("eval", 7, None),
+        ("train", 8, None),
+    ):
+        before = {
+            n: p.grad.clone()
+            for s in engine.stages.values()
+            for n, p in s.named_parameters()
+            if p.grad is not None
+        }
         if mode == "train":
             losses.append(engine.step(*toy_batch(rows)).loss.item())
         else:
@@ -81,6 +97,7 @@ def test_evaluation_of_any_size_between_training_steps() -> None:
 
 
 def count_layouts(rank: int, group: Any) -> list[int]:
+    """How many layouts a rank has sent after each of six steps."""
     engine = toy_engine(rank, group, one_f_one_b(num_ranks=2, num_microbatches=4))
     counts = []
     for rows in (8, 8, 8, 12, 12, 8):
@@ -127,13 +144,16 @@ class Last(nn.Module):
         super().__init__()
         self.seen: list[int] = []
 
-    def forward(self, h: torch.Tensor, pair: tuple[torch.Tensor, int], ids: None, scale: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, h: torch.Tensor, pair: tuple[torch.Tensor, int], ids: None, scale: torch.Tensor
+    ) -> torch.Tensor:
         self.seen.append(pair[1])
         assert not h.is_contiguous()
         return h.t() * pair[0] * scale
 
 
 def nested(rank: int, group: Any) -> tuple[list[int], Any]:
+    """One step with nested values between three stages."""
     torch.manual_seed(3)
     modules = [First(), Middle(), Last()]
     schedule = one_f_one_b(num_ranks=3, num_microbatches=4)
@@ -160,6 +180,7 @@ def test_nested_values_cross_with_changing_python_values_and_extras() -> None:
 
 
 def record(rank: int, group: Any) -> Any:
+    """The timeline of a recorded step."""
     schedule = build("interleaved_1f1b", num_ranks=2, num_microbatches=4, stages_per_rank=2)
     engine = toy_engine(rank, group, schedule, record=True)
     timeline = engine.step(*toy_batch(8)).timeline
@@ -189,10 +210,26 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("no targets", {"inputs": torch.ones(8, 4)}, "targets are missing"),
     ("no inputs", {"targets": torch.ones(8, 4)}, "inputs are missing"),
     ("few rows", {"inputs": torch.ones(3, 4), "targets": torch.ones(3, 4)}, "3 rows for 4"),
-    ("unlike rows", {"inputs": torch.ones(8, 4), "targets": torch.ones(9, 4)}, "8 rows, targets has 9"),
-    ("short list", {"inputs": [torch.ones(2, 4)] * 3, "targets": torch.ones(8, 4)}, "list of 3 microbatches"),
-    ("bad kind", {"inputs": (torch.ones(8, 4), {1}), "targets": torch.ones(8, 4)}, r"inputs\[1\] is a builtins.set"),
-    ("normaliser", {"inputs": torch.ones(8, 4), "targets": torch.ones(8, 4), "normaliser": 0}, "normaliser is 0"),
+    (
+        "unlike rows",
+        {"inputs": torch.ones(8, 4), "targets": torch.ones(9, 4)},
+        "8 rows, targets has 9",
+    ),
+    (
+        "short list",
+        {"inputs": [torch.ones(2, 4)] * 3, "targets": torch.ones(8, 4)},
+        "list of 3 microbatches",
+    ),
+    (
+        "bad kind",
+        {"inputs": (torch.ones(8, 4), {1}), "targets": torch.ones(8, 4)},
+        r"inputs\[1\] is a builtins.set",
+    ),
+    (
+        "normaliser",
+        {"inputs": torch.ones(8, 4), "targets": torch.ones(8, 4), "normaliser": 0},
+        "normaliser is 0",
+    ),
 ]
 
 
@@ -225,8 +262,6 @@ def test_bad_batches_are_refused_on_every_rank_and_nothing_is_lost(transport: st
     for told, loss in answers:
         for (name, _, expected), text in zip(ERRORS, told, strict=False):
             assert torch.tensor(loss).item() == pytest.approx(0.5520371942587701), name
-            import re
-
             assert re.search(expected, text), (name, text)
     assert "rank 1 refused the step: targets are missing" in answers[0][0][-1]
 
@@ -275,6 +310,7 @@ class Breaks(nn.Module):
 
 
 def fail(rank: int, group: Any) -> list[str]:
+    """What two steps raise when a stage breaks in the first."""
     schedule = one_f_one_b(num_ranks=2, num_microbatches=4)
     module = nn.Linear(4, 4) if rank == 0 else Breaks()
     engine = Engine({rank: module}, schedule, loss_fn=MSE, group=group, step_timeout_s=20)
@@ -290,7 +326,9 @@ def fail(rank: int, group: Any) -> list[str]:
 def test_an_exception_in_a_stage_ends_the_step_on_every_rank() -> None:
     """The error names rank, stage, microbatch and action; the engine is closed and says why."""
     told = run_ranks(fail, 2, timeout_s=30)
-    assert told[1][0].startswith("StageError: rank 1: 1F2 (stage 1, microbatch 2) raised ValueError")
+    assert told[1][0].startswith(
+        "StageError: rank 1: 1F2 (stage 1, microbatch 2) raised ValueError"
+    )
     assert "RemoteError: rank 0" not in told[0][0]
     assert "third microbatch is odd" in told[0][0]
     assert told[0][1].startswith("EngineClosedError")
@@ -335,7 +373,10 @@ def test_a_normaliser_reaches_the_loss_before_backward() -> None:
     def work(rank: int, group: Any) -> tuple[float, float]:
         schedule = one_f_one_b(num_ranks=2, num_microbatches=4)
         stages = split(toy_layers(2), schedule, rank=rank)
-        summed = lambda output, target: ((output - target) ** 2).sum()
+
+        def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return ((output - target) ** 2).sum()
+
         engine = Engine(stages, schedule, loss_fn=summed, group=group)
         loss = engine.step(*toy_batch(8), normaliser=32).loss.item()
         return loss, engine.clip_grad_norm_(1e9).item()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ SEND, RECEIVE = Action(0, Kind.SEND_F, 0), Action(1, Kind.RECV_F, 0)
 
 
 def message(value: float) -> Message:
+    """A message of one number."""
     return make_message([torch.tensor([value])], ("tensor",), [False])
 
 
-def pair(rule: str):
+def pair(rule: str) -> tuple[InProcessHub, Any, Any]:
+    """Two ranks with one channel from 0 to 1."""
     hub = InProcessHub(2, rule=rule, timeout_s=2)
     return hub, *(hub.group(rank).connect([CHANNEL]) for rank in range(2))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference import same_bits
 
+from reference import same_bits
 from stretto.errors import InputError, TransportError
 from stretto.runtime.tree import flatten
 from stretto.runtime.wire.message import (
@@ -21,6 +21,7 @@ from stretto.runtime.wire.message import (
 
 
 def tensors() -> dict[str, torch.Tensor]:
+    """Tensors of every layout and dtype."""
     base = torch.arange(24, dtype=torch.float32)
     return {
         "contiguous": base.view(2, 3, 4),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference import same_bits
 from torch import nn
 
+from reference import same_bits
 from stretto.errors import InputError
 from stretto.runtime.norm import check_clip_arguments, local_norms, total_norm, unique_parameters
 

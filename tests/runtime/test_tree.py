@@ -32,7 +32,7 @@ VALUES: list[Any] = [
     [ONE, (None, 3, "tag", 2.5, True)],
     {"h": ONE, "aux": (ONE, None, 3, "tag")},
     OrderedDict(b=ONE, a=1),
-    {1: ONE, None: 2, True: 3},
+    {1: ONE, None: 2, False: 3},
     Pair(ONE, [1]),
     Box({"x": (ONE, ONE)}, "deep"),
     (),

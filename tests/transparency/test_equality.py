@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from reference import (
     differing,
     gradients_of,
@@ -14,8 +16,6 @@ from reference import (
     plain_step,
     same_bits,
 )
-from torch import nn
-
 from stretto.ir import Schedule
 from stretto.models import split
 from stretto.runtime import Engine
@@ -34,6 +34,7 @@ FAMILIES: tuple[tuple[str, int], ...] = (
 
 
 def make(name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
+    """A schedule of a family, with the options it takes."""
     options = {} if name in ("gpipe", "one_f_one_b") else {"stages_per_rank": stages_per_rank}
     return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
 
@@ -98,6 +99,7 @@ def test_pipelines_equal_plain_accumulation_bit_for_bit(num_ranks: int) -> None:
 
 
 def compare_descending(rank: int, group: Any) -> list[str]:
+    """The comparison with the backwards of each stage in descending order."""
     schedule = make("gpipe", 2, 1, 6)
     orders = tuple(order[:6] + order[:5:-1] for order in schedule.ranks)
     return compare(group, rank, schedule.with_ranks(orders), torch.float32, 12)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 STAGE_EXTRAS = "stage_extras"
 """A callable with a parameter of this name gets the extras there as one mapping, unfiltered."""
@@ -57,9 +57,9 @@ def spread(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         (((1, 2), {}), ((), {'a': 1}), (([1, 2],), {}))
     """
     if type(value) is tuple:
-        return value, {}
+        return cast("tuple[Any, ...]", value), {}
     if isinstance(value, dict):
-        return (), value
+        return (), cast("dict[str, Any]", value)
     return (value,), {}
 
 

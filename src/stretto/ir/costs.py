@@ -67,7 +67,7 @@ class Costs:
     bandwidth_bytes_per_s: Number | None = None
     links: tuple[Link, ...] = ()
     _link_of: dict[tuple[int, int], Link] = field(
-        init=False, repr=False, compare=False, default_factory=dict
+        init=False, repr=False, compare=False, default_factory=dict[tuple[int, int], Link]
     )
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 from stretto.errors import FormatError, InputError
 from stretto.ir.action import Action, StageAction, parse_action
@@ -160,11 +160,12 @@ def _write(format_name: str, body: Mapping[str, Any]) -> str:
 
 def _read(text: str, format_name: str) -> dict[str, Any]:
     try:
-        body = json.loads(text)
+        read: Any = json.loads(text)
     except ValueError as error:
         raise FormatError(f"{format_name}: this is not JSON: {error}") from error
-    if not isinstance(body, dict) or body.get("format") != format_name:
-        found = body.get("format") if isinstance(body, dict) else type(body).__name__
+    body: dict[str, Any] = cast("dict[str, Any]", read) if isinstance(read, dict) else {}
+    if body.get("format") != format_name:
+        found = body.get("format", "nothing")
         raise FormatError(f"expected a {format_name} file, found format {found!r}")
     version = body.get("version")
     if version != VERSION:

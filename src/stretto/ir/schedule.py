@@ -64,7 +64,9 @@ class Schedule:
         for action in halves(item):
             where = f"rank {rank}, position {position}: {action}"
             if action.stage >= self.placement.num_stages:
-                raise InputError(f"{where} names a stage outside 0..{self.placement.num_stages - 1}")
+                raise InputError(
+                    f"{where} names a stage outside 0..{self.placement.num_stages - 1}"
+                )
             if isinstance(action, Action) and action.microbatch >= self.num_microbatches:
                 raise InputError(
                     f"{where} names a microbatch outside 0..{self.num_microbatches - 1}"

@@ -49,7 +49,9 @@ def to_csv(schedule: Schedule) -> str:
     for rank, order in enumerate(schedule.ranks):
         for item in order:
             if isinstance(item, Action) and item.kind in FREES:
-                raise FormatError(f"CSV cannot hold rank {rank}'s {item}; write JSON, or do not lower")
+                raise FormatError(
+                    f"CSV cannot hold rank {rank}'s {item}; write JSON, or do not lower"
+                )
         writer.writerow([str(item) for item in order])
     return out.getvalue()
 

@@ -67,9 +67,7 @@ class Timeline:
 
 def compute_spans(timeline: Timeline, rank: int | None = None) -> tuple[Span, ...]:
     """The spans of work, of one rank or of all, ascending by start."""
-    chosen = (
-        span for span in timeline.spans if span.is_compute and rank in (None, span.rank)
-    )
+    chosen = (span for span in timeline.spans if span.is_compute and rank in (None, span.rank))
     return tuple(sorted(chosen, key=lambda span: (span.start_s, span.end_s, span.rank)))
 
 
@@ -91,9 +89,7 @@ def max_rank_span(timeline: Timeline) -> Number:
     """
     _work(timeline)
     spans_of = (compute_spans(timeline, rank) for rank in range(timeline.num_ranks))
-    return max(
-        max(span.end_s for span in spans) - spans[0].start_s for spans in spans_of if spans
-    )
+    return max(max(span.end_s for span in spans) - spans[0].start_s for spans in spans_of if spans)
 
 
 def bubble_fraction(timeline: Timeline) -> Number:

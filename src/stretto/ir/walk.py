@@ -56,7 +56,9 @@ def walk(schedule: Schedule) -> Walk:
     visits: list[Visit] = []
     round_index = 0
     while True:
-        ran = [visit for rank in range(schedule.num_ranks) for visit in state.run(rank, round_index)]
+        ran = [
+            visit for rank in range(schedule.num_ranks) for visit in state.run(rank, round_index)
+        ]
         if not ran:
             break
         visits += ran

@@ -238,7 +238,9 @@ class _AtWork:
             starts = self._action.kind is Kind.F and self._executor._given.train
             self._recorder.held(self._executor.live + (1 if starts else 0))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         if isinstance(error, Exception) and not isinstance(error, ExecutionError):
             action, rank = self._action, self._executor.rank
             raise StageError(
@@ -258,4 +260,3 @@ def channels_of_rank(schedule: Schedule, rank: int) -> list[Channel]:
         if isinstance(action, Action) and carried(action) is not None:
             found[channel_of(action, schedule)] = None
     return list(found)
-

@@ -38,9 +38,7 @@ def local_norms(
     parameters: Sequence[tuple[NormKey, torch.nn.Parameter]], norm_type: float
 ) -> bytes:
     """The norm of every gradient there is, as bytes for the other ranks."""
-    entries = [
-        (key, parameter.grad) for key, parameter in parameters if parameter.grad is not None
-    ]
+    entries = [(key, parameter.grad) for key, parameter in parameters if parameter.grad is not None]
     norms = [torch.linalg.vector_norm(grad.detach(), norm_type) for _, grad in entries]
     rows = [
         [*key, grad.device.type, _name(grad.dtype), _name(norm.dtype), norm.item()]

@@ -188,4 +188,3 @@ class StageRunner:
         gradients = [None if tensor is None else tensor.grad for tensor in inputs]
         tensors, spec = flatten(gradients, where=f"the gradients of stage {self.index}'s inputs")
         return make_message(tensors, spec, [False] * len(tensors))
-

@@ -119,7 +119,9 @@ def _common_rows(given: Mapping[str, Any]) -> Rows | None:
     known = {name: rows for name, rows in known.items() if rows is not None}
     for name, rows in known.items():
         if isinstance(rows, tuple) and 0 in rows:
-            raise InputError(f"{name}: microbatch {rows.index(0)} has no rows; each needs at least 1")
+            raise InputError(
+                f"{name}: microbatch {rows.index(0)} has no rows; each needs at least 1"
+            )
     first = next(iter(known.items()), None)
     if first is None:
         return None
@@ -220,7 +222,9 @@ def cut_call(call: StepCall, settled: Settled, duties: Duties) -> StepInput:
     return StepInput(
         inputs=inputs,
         targets=targets,
-        extras=[{name: pieces[index] for name, pieces in columns.items()} for index in range(count)],
+        extras=[
+            {name: pieces[index] for name, pieces in columns.items()} for index in range(count)
+        ],
         divisors=loss_divisors(settled),
         loss_fn=duties.loss_fn,
         has_loss=settled.has_loss,

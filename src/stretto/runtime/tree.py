@@ -39,7 +39,7 @@ def flatten(value: object, *, where: str = "value") -> tuple[list[torch.Tensor],
     return leaves, _spec(value, leaves, where)
 
 
-def _spec(value: object, leaves: list[torch.Tensor], path: str) -> Spec:
+def _spec(value: Any, leaves: list[torch.Tensor], path: str) -> Spec:
     if isinstance(value, torch.Tensor):
         leaves.append(value)
         return _TENSOR
@@ -54,11 +54,18 @@ def _spec(value: object, leaves: list[torch.Tensor], path: str) -> Spec:
     if type(value) in (tuple, list):
         return (type(value).__name__, _children(enumerate(value), leaves, path))
     if type(value) in (dict, OrderedDict):
-        return (type(value).__name__, tuple(_key(key, path) for key in value),
-                _children(value.items(), leaves, path))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return ("namedtuple", _class_name(type(value)),
-                _children(zip(value._fields, value, strict=True), leaves, path))
+        return (
+            type(value).__name__,
+            tuple(_key(key, path) for key in value),
+            _children(value.items(), leaves, path),
+        )
+    fields: Any = getattr(value, "_fields", None)
+    if isinstance(value, tuple) and fields is not None:
+        return (
+            "namedtuple",
+            _class_name(type(value)),
+            _children(zip(fields, value, strict=True), leaves, path),
+        )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = tuple(field.name for field in dataclasses.fields(value))
         parts = ((name, getattr(value, name)) for name in names)

@@ -55,16 +55,12 @@ class GlooGroup:
     def __init__(self, process_group: dist.ProcessGroup, *, timeout_s: float) -> None:
         ranks = dist.get_process_group_ranks(process_group)
         if dist.get_rank() not in ranks:
-            raise InputError(f"global rank {dist.get_rank()} is not in the pipeline's group {ranks}")
+            raise InputError(
+                f"global rank {dist.get_rank()} is not in the pipeline's group {ranks}"
+            )
         self.rank = ranks.index(dist.get_rank())
         self.num_ranks = len(ranks)
-        own = dist.new_group(
-            ranks,
-            timeout=timedelta(seconds=timeout_s),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-        self._group: dist.ProcessGroup | None = own  # pyright: ignore: a member always gets a group
+        self._group: dist.ProcessGroupGloo | None = _make_group(ranks, self.rank, timeout_s)
         self._transport: GlooTransport | None = None
 
     def connect(self, channels: Sequence[Channel]) -> GlooTransport:
@@ -80,22 +76,20 @@ class GlooGroup:
         longest = max(_LENGTH.unpack_from(blob)[0] for blob in blobs)
         if longest > _SLOT_BYTES - _LENGTH.size:
             blobs = self._gather_slots(group, payload, longest + _LENGTH.size)
-        return [
-            blob[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(blob)[0]] for blob in blobs
-        ]
+        return [blob[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(blob)[0]] for blob in blobs]
 
-    def _gather_slots(self, group: dist.ProcessGroup, payload: bytes, size: int) -> list[bytes]:
+    def _gather_slots(self, group: dist.ProcessGroupGloo, payload: bytes, size: int) -> list[bytes]:
         room = payload[: size - _LENGTH.size]
         blob = bytearray(_LENGTH.pack(len(payload)) + room).ljust(size, b"\0")
         mine = torch.frombuffer(blob, dtype=torch.uint8)
         everyone = [torch.empty(size, dtype=torch.uint8) for _ in range(self.num_ranks)]
         try:
-            dist.all_gather(everyone, mine, group=group)
+            group.allgather([everyone], [mine]).wait()
         except RuntimeError as error:
             raise TransportError(f"the ranks could not exchange their state: {error}") from error
         return [one.numpy().tobytes() for one in everyone]
 
-    def _require_group(self) -> dist.ProcessGroup:
+    def _require_group(self) -> dist.ProcessGroupGloo:
         if self._group is None:
             raise TransportError("the pipeline's group is closed")
         return self._group
@@ -105,21 +99,29 @@ class GlooGroup:
         self.close()
 
     def close(self) -> None:
-        """Destroy the group that was made here, and no other."""
-        transport, group = self._transport, self._group
-        self._transport = self._group = None
+        """Let go of the group that was made here, and of no other; its sockets close with it."""
+        transport, self._transport, self._group = self._transport, None, None
         if transport is not None:
             transport.close()
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+
+
+def _make_group(ranks: Sequence[int], rank: int, timeout_s: float) -> dist.ProcessGroupGloo:
+    """A gloo group for one engine, met over the store of the default group.
+
+    Every engine of the same ranks meets under a number of its own. (`dist.new_group` with local
+    synchronisation takes the name of a destroyed group again, and then finds its old addresses.)
+    """
+    store = dist.distributed_c10d._get_default_store()
+    place = "stretto/" + "-".join(map(str, ranks))
+    number = store.add(f"{place}/engines of {rank}", 1)
+    own = dist.PrefixStore(f"{place}/{number}", store)
+    return dist.ProcessGroupGloo(own, rank, len(ranks), timedelta(seconds=timeout_s))
 
 
 class GlooTransport:
     """Messages between processes, one thread per channel."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, rank: int, channels: Sequence[Channel]
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroupGloo, rank: int, channels: Sequence[Channel]) -> None:
         self._metadata_count = 0
         self._senders = {
             channel: _Sender(group, channel) for channel in channels if channel.source == rank
@@ -146,7 +148,7 @@ class GlooTransport:
         return self._metadata_count
 
     def close(self) -> None:
-        """Stop the threads once they are idle; waits that never end are left to die with the process."""
+        """Stop the threads once they are idle; a wait without end dies with the process."""
         for worker in (*self._senders.values(), *self._receivers.values()):
             worker.jobs.put(None)
 
@@ -161,9 +163,9 @@ class _Parcel(NamedTuple):
 class _Worker:
     """A thread that does the waiting of one channel."""
 
-    def __init__(self, group: dist.ProcessGroup, channel: Channel, peer: int) -> None:
+    def __init__(self, group: dist.ProcessGroupGloo, channel: Channel, peer: int) -> None:
         self.jobs: queue.SimpleQueue[_Parcel | Pending | None] = queue.SimpleQueue()
-        self._group: dist.ProcessGroup | None = group
+        self._group: dist.ProcessGroupGloo | None = group
         self._channel = channel
         self._peer = peer
         self._tag = _TAGS[channel.direction]
@@ -192,7 +194,7 @@ class _Worker:
 
 
 class _Sender(_Worker):
-    def __init__(self, group: dist.ProcessGroup, channel: Channel) -> None:
+    def __init__(self, group: dist.ProcessGroupGloo, channel: Channel) -> None:
         self._known: dict[int, Layout] = {}
         self._count = 0
         super().__init__(group, channel, channel.target)
@@ -226,14 +228,12 @@ class _Sender(_Worker):
     def _work(self, job: _Parcel | Pending) -> None:
         assert isinstance(job, _Parcel) and self._group is not None
         for frame in job.frames:
-            work = dist.isend(frame, group=self._group, group_dst=self._peer, tag=self._tag)
-            assert work is not None
-            work.wait()
+            self._group.send([frame], self._peer, self._tag).wait()
         job.pending.finish(None, time.perf_counter_ns())
 
 
 class _Receiver(_Worker):
-    def __init__(self, group: dist.ProcessGroup, channel: Channel) -> None:
+    def __init__(self, group: dist.ProcessGroupGloo, channel: Channel) -> None:
         self._known: dict[int, Layout] = {}
         super().__init__(group, channel, channel.source)
 
@@ -254,9 +254,7 @@ class _Receiver(_Worker):
     def _receive(self, size: int) -> torch.Tensor:
         assert self._group is not None
         frame = torch.empty(size, dtype=torch.uint8)
-        work = dist.irecv(frame, group=self._group, group_src=self._peer, tag=self._tag)
-        assert work is not None
-        work.wait()
+        self._group.recv([frame], self._peer, self._tag).wait()
         return frame
 
     def _check(self, frame: torch.Tensor, action: Action) -> int:
