@@ -11,13 +11,20 @@ from stretto import errors, ir
 
 if TYPE_CHECKING:
     from stretto import passes, schedules, simulate, verify, view
-    from stretto.models import split
-    from stretto.runtime import Engine
+    from stretto.ir.calling import WithSkips
+    from stretto.models import LayerSpec, split
+    from stretto.runtime import Engine, InProcessHub, add_loss, along, collect_losses, whole
 
 __version__ = "0.1.0.dev0"
 __all__ = [
     "Engine",
+    "InProcessHub",
+    "LayerSpec",
+    "WithSkips",
     "__version__",
+    "add_loss",
+    "along",
+    "collect_losses",
     "errors",
     "ir",
     "passes",
@@ -26,19 +33,30 @@ __all__ = [
     "split",
     "verify",
     "view",
+    "whole",
 ]
 
 _LAZY_MODULES = (
+    "models",
     "passes",
+    "runtime",
     "schedules",
     "simulate",
+    "testing",
     "verify",
     "view",
-    "runtime",
-    "models",
-    "testing",
 )
-_LAZY_NAMES = {"Engine": "stretto.runtime", "split": "stretto.models"}
+_LAZY_NAMES = {
+    "Engine": "stretto.runtime",
+    "InProcessHub": "stretto.runtime",
+    "LayerSpec": "stretto.models",
+    "WithSkips": "stretto.ir.calling",
+    "add_loss": "stretto.runtime",
+    "along": "stretto.runtime",
+    "collect_losses": "stretto.runtime",
+    "split": "stretto.models",
+    "whole": "stretto.runtime",
+}
 
 
 def __getattr__(name: str) -> object:

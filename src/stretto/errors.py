@@ -7,6 +7,7 @@
     │   └── FormatError                a file of another format, version or content
     ├── ScheduleError                  a schedule that breaks a rule; carries the violations
     ├── EmptyTimelineError             a figure was asked of a timeline without compute spans
+    ├── EndOfData                      the data of a rank has ended; raised on all ranks
     └── ExecutionError                 a run that failed; carries rank and, where known, the action
         ├── StageError                 user code raised inside an action
         ├── TransportError             a message did not get through
@@ -61,6 +62,19 @@ class ScheduleError(StrettoError):
 
 class EmptyTimelineError(StrettoError):
     """A figure needs at least one compute span and there is none."""
+
+
+class EndOfData(StrettoError):
+    """The data of a rank has ended; every rank hears of it in the same step.
+
+    Args:
+        message: Which ranks' data ended.
+        ranks: These ranks.
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class ExecutionError(StrettoError):

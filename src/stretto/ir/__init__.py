@@ -26,12 +26,14 @@ from stretto.ir.deps import (
     carried,
     channel_of,
     describe_value,
+    forward_edges,
     gives,
+    gradient_edges,
     needs,
     transfer_of,
 )
 from stretto.ir.placement import Placement, bidirectional, custom, loop, v, wave
-from stretto.ir.schedule import Schedule, compute_only, split_overlaps
+from stretto.ir.schedule import Schedule, Skip, compute_only, split_overlaps
 from stretto.ir.timeline import (
     MemoryPoint,
     Span,
@@ -60,6 +62,7 @@ __all__ = [
     "Overlap",
     "Placement",
     "Schedule",
+    "Skip",
     "Span",
     "StageAction",
     "StageKind",
@@ -75,7 +78,9 @@ __all__ = [
     "compute_spans",
     "custom",
     "describe_value",
+    "forward_edges",
     "gives",
+    "gradient_edges",
     "halves",
     "loop",
     "makespan",

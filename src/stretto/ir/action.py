@@ -2,7 +2,8 @@
 
 The spelling is that of `torch.distributed.pipelining` (`2F0`, `3SEND_B1`, `(0F7;7B3)OVERLAP_F_B`,
 `0UNSHARD`), so that schedules travel between both as text. Kinds torch does not know (`FREE_F`,
-`FREE_B`) follow the same form. Nothing here knows ranks or dependencies.
+`FREE_B`) and transfers over skip connections (`0SEND_F2@3`) follow the same form. Nothing here
+knows ranks or dependencies.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 FREES = frozenset({Kind.FREE_F, Kind.FREE_B})
+TRANSFERS = SENDS | RECEIVES | FREES
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +66,32 @@ class Action:
         stage: Index of the stage, from 0.
         kind: What is done.
         microbatch: Index of the microbatch, from 0.
+        peer: For a transfer over a skip connection the stage at its other end; None for all else.
 
     Raises:
-        InputError: an index is negative.
+        InputError: an index is negative, or a kind that is no transfer has a peer.
     """
 
     stage: int
     kind: Kind
     microbatch: int
+    peer: int | None = None
 
     def __post_init__(self) -> None:
+        if self.peer is not None and (self.peer < 0 or self.kind not in TRANSFERS):
+            raise InputError(f"action {self}: only transfers have a peer, and it is a stage")
         if self.stage < 0 or self.microbatch < 0:
             raise InputError(
                 f"action {self}: stage and microbatch are counted from 0 and cannot be negative"
             )
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.microbatch}"
+        peer = "" if self.peer is None else f"@{self.peer}"
+        return f"{self.stage}{self.kind.value}{self.microbatch}{peer}"
+
+    def __repr__(self) -> str:
+        peer = "" if self.peer is None else f", peer={self.peer}"
+        return f"Action(stage={self.stage}, kind={self.kind}, microbatch={self.microbatch}{peer})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +138,7 @@ AnyAction: TypeAlias = Action | StageAction | Overlap
 
 _KINDS = {kind.value: kind for kind in Kind}
 _STAGE_KINDS = {kind.value: kind for kind in StageKind}
-_SINGLE = re.compile(r"(\d+)([A-Z_]+)(\d*)")
+_SINGLE = re.compile(r"(\d+)([A-Z_]+)(\d*)(?:@(\d+))?")
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
@@ -135,7 +146,7 @@ def parse_action(text: str) -> AnyAction:
     """Read one action from its text form.
 
     Args:
-        text: For example `2F0`, `3SEND_B1`, `0UNSHARD` or `(0F7;7B3)OVERLAP_F_B`.
+        text: For example `2F0`, `3SEND_B1`, `0SEND_F2@3`, `0UNSHARD` or `(0F7;7B3)OVERLAP_F_B`.
 
     Raises:
         ActionSyntaxError: the text is none of these.
@@ -160,15 +171,18 @@ def _parse_single(text: str) -> Action | StageAction:
         raise ActionSyntaxError(text, "expected stage, kind, microbatch, as in 2F0")
     stage, word, microbatch = int(match[1]), match[2], match[3]
     if word in _STAGE_KINDS:
-        if microbatch:
-            raise ActionSyntaxError(text, f"{word} takes no microbatch")
+        if microbatch or match[4] is not None:
+            raise ActionSyntaxError(text, f"{word} takes no microbatch and no peer")
         return StageAction(stage, _STAGE_KINDS[word])
     if word not in _KINDS:
         known = ", ".join([*_KINDS, *_STAGE_KINDS])
         raise ActionSyntaxError(text, f"unknown kind {word!r}; known kinds: {known}")
     if not microbatch:
         raise ActionSyntaxError(text, f"{word} needs a microbatch, as in {stage}{word}0")
-    return Action(stage, _KINDS[word], int(microbatch))
+    peer = None if match[4] is None else int(match[4])
+    if peer is not None and _KINDS[word] not in TRANSFERS:
+        raise ActionSyntaxError(text, f"{word} is no transfer and takes no peer")
+    return Action(stage, _KINDS[word], int(microbatch), peer)
 
 
 def halves(item: AnyAction) -> tuple[Action | StageAction, ...]:

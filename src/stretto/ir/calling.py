@@ -17,6 +17,19 @@ STAGE_EXTRAS = "stage_extras"
 
 
 @dataclass(frozen=True, slots=True)
+class WithSkips:
+    """What a stage (or layer) returns if later ones use more of it than its output.
+
+    Args:
+        output: The output for the next stage.
+        skips: Named values for later stages; any nesting, as between neighbours.
+    """
+
+    output: Any
+    skips: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Parameters:
     """What a callable can be given.
 

@@ -16,7 +16,7 @@ from stretto.errors import FormatError, InputError
 from stretto.ir.action import Action, StageAction, parse_action
 from stretto.ir.costs import PER_STAGE_FIELDS, Costs, Link, Number, parse_number
 from stretto.ir.placement import Placement
-from stretto.ir.schedule import Schedule
+from stretto.ir.schedule import Schedule, Skip
 from stretto.ir.timeline import MemoryPoint, Span, Timeline
 
 VERSION = 1
@@ -29,6 +29,7 @@ def schedule_to_json(schedule: Schedule) -> str:
         "num_microbatches": schedule.num_microbatches,
         "rank_of_stage": [list(ranks) for ranks in schedule.placement.replicas],
         "replica_of_microbatch": list(schedule.replica_of_microbatch),
+        "skips": [[skip.source, *skip.targets] for skip in schedule.skips],
         "ranks": [" ".join(str(item) for item in order) for order in schedule.ranks],
     }
     return _write("stretto-schedule", body)
@@ -44,7 +45,7 @@ def schedule_from_json(text: str) -> Schedule:
     """
     body = _read(text, "stretto-schedule")
     keys = ("num_ranks", "num_microbatches", "rank_of_stage", "replica_of_microbatch", "ranks")
-    _check_keys(body, "stretto-schedule", required=keys)
+    _check_keys(body, "stretto-schedule", required=keys, optional={"skips"})
     with _TypesChecked("stretto-schedule"):
         placement = Placement(
             num_ranks=_int(body["num_ranks"]),
@@ -57,6 +58,10 @@ def schedule_from_json(text: str) -> Schedule:
                 tuple(parse_action(word) for word in order.split()) for order in body["ranks"]
             ),
             replica_of_microbatch=tuple(map(_int, body["replica_of_microbatch"])),
+            skips=tuple(
+                Skip(source=_int(source), targets=tuple(map(_int, targets)))
+                for source, *targets in body.get("skips", [])
+            ),
         )
 
 

@@ -6,12 +6,38 @@ A schedule does not prove itself: `verify` does that. Only what would make it me
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from stretto.errors import InputError
 from stretto.ir.action import COMPUTE, Action, AnyAction, Overlap, StageAction, halves
 from stretto.ir.placement import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skip:
+    """Values that go from a stage straight to later ones, past those in between.
+
+    Args:
+        source: The stage that makes them.
+        targets: The stages that use them, ascending, all after the source.
+
+    Raises:
+        InputError: there is no target, or they are not ascending or not after the source.
+    """
+
+    source: int
+    targets: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        chain = (self.source, *self.targets)
+        ascending = all(left < right for left, right in itertools.pairwise(chain))
+        if not self.targets or self.source < 0 or not ascending:
+            raise InputError(
+                f"a skip from stage {self.source} to stages {list(self.targets)}: its targets must "
+                "be ascending and after the source, at least one"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +52,7 @@ class Schedule:
         ranks: For each rank its actions, in the order it runs them.
         replica_of_microbatch: With several replicas, the replica each microbatch runs through;
             empty means replica 0 for all.
+        skips: The model's skip connections between stages; dependencies like any other.
 
     Raises:
         InputError: a count or an index is out of range.
@@ -35,6 +62,7 @@ class Schedule:
     num_microbatches: int
     ranks: tuple[tuple[AnyAction, ...], ...]
     replica_of_microbatch: tuple[int, ...] = ()
+    skips: tuple[Skip, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:
@@ -56,6 +84,12 @@ class Schedule:
                 f"replica_of_microbatch names replicas {sorted(set(routes))}; the placement has "
                 f"{self.placement.num_replicas}"
             )
+        for skip in self.skips:
+            if skip.targets[-1] >= self.placement.num_stages:
+                raise InputError(
+                    f"a skip goes to stage {skip.targets[-1]}, outside "
+                    f"0..{self.placement.num_stages - 1}"
+                )
         for rank, order in enumerate(self.ranks):
             for position, item in enumerate(order):
                 self._check_indices(rank, position, item)

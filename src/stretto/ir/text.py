@@ -44,6 +44,8 @@ def to_csv(schedule: Schedule) -> str:
     """
     if schedule.placement.num_replicas > 1:
         raise FormatError("CSV cannot hold replicas of a stage; write the schedule as JSON")
+    if schedule.skips:
+        raise FormatError("CSV cannot hold skip connections; write the schedule as JSON")
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for rank, order in enumerate(schedule.ranks):

@@ -42,9 +42,13 @@ class Walk:
     blocked: tuple[Blocked, ...]
 
 
-def item_needs(item: AnyAction, num_stages: int) -> tuple[Value, ...]:
+def item_needs(item: AnyAction, schedule: Schedule) -> tuple[Value, ...]:
     """What must be there before the item starts; a pair needs what both halves need."""
-    return tuple(value for action in halves(item) for value in needs(action, num_stages))
+    return tuple(
+        value
+        for action in halves(item)
+        for value in needs(action, schedule.num_stages, schedule.skips)
+    )
 
 
 def walk(schedule: Schedule) -> Walk:
@@ -94,7 +98,7 @@ class _State:
             self.position[rank] += 1
 
     def missing(self, rank: int, item: AnyAction) -> tuple[Value, ...]:
-        values = item_needs(item, self.schedule.num_stages)
+        values = item_needs(item, self.schedule)
         return tuple(
             value
             for value in values
@@ -105,7 +109,7 @@ class _State:
         for action in halves(item):
             value = carried(action) if isinstance(action, Action) else None
             if value is None:
-                given = [(rank, one) for one in gives(action)]
+                given = [(rank, one) for one in gives(action, self.schedule.skips)]
                 # what this rank computed is there for itself at once, for others next round
                 self.there.update(given)
                 if not self.lowered:

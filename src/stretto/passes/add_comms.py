@@ -38,7 +38,9 @@ def add_comms(schedule: Schedule, *, ahead: int = 1) -> Schedule:
     Cost: linear in the number of actions.
     """
     if schedule.is_lowered:
-        raise InputError("add_comms: the schedule has transfers already; pass compute_only(schedule)")
+        raise InputError(
+            "add_comms: the schedule has transfers already; pass compute_only(schedule)"
+        )
     if ahead < 0:
         raise InputError(f"add_comms: ahead is {ahead}; it cannot be negative")
     walked = walk(schedule)
@@ -56,7 +58,7 @@ def add_comms(schedule: Schedule, *, ahead: int = 1) -> Schedule:
         item = schedule.ranks[visit.rank][visit.position]
         orders[visit.rank].append(item)
         for action in halves(item):
-            for value in gives(action):
+            for value in gives(action, schedule.skips):
                 peers = transfer_of(value, schedule)
                 if peers is not None:
                     send, receive = peers

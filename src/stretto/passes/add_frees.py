@@ -33,5 +33,5 @@ def _add(order: tuple[AnyAction, ...]) -> tuple[AnyAction, ...]:
             raise InputError(f"add_frees: the schedule has {item} already")
         result.append(item)
         if isinstance(item, Action) and item.kind in _FREE_AFTER:
-            result.append(Action(item.stage, _FREE_AFTER[item.kind], item.microbatch))
+            result.append(Action(item.stage, _FREE_AFTER[item.kind], item.microbatch, item.peer))
     return tuple(result)

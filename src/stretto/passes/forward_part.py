@@ -39,6 +39,7 @@ def forward_part(schedule: Schedule, num_microbatches: int | None = None) -> Sch
         num_microbatches=count,
         ranks=((),) * schedule.num_ranks,
         replica_of_microbatch=routes,
+        skips=schedule.skips,
     )
     orders: list[list[Action]] = [[] for _ in range(schedule.num_ranks)]
     for start in range(0, count, schedule.num_ranks):

@@ -8,31 +8,41 @@ gradients, its mode or random state except by running forwards and backwards.
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from stretto.errors import EngineClosedError, InputError, ScheduleError
+from stretto.errors import EndOfData, EngineClosedError, InputError, ScheduleError
 from stretto.ir import Action, Schedule
 from stretto.ir.files import schedule_to_json
-from stretto.passes import forward_part, lower
+from stretto.passes import bubble_slots, forward_part, lower
 from stretto.runtime.agreement import agree, require_equal
-from stretto.runtime.batch import merge_outputs
+from stretto.runtime.batch import merge_input_gradients, merge_outputs
+from stretto.runtime.checks import OutgoingChecks
+from stretto.runtime.data import decode_batch, draw, encode_batch
 from stretto.runtime.executor import (
     RUNNABLE,
     Executor,
+    LossFunction,
     StepInput,
     StepOutput,
+    Surroundings,
     channels_of_rank,
 )
+from stretto.runtime.hooks import Hook, HookHandle, Hooks
 from stretto.runtime.norm import check_clip_arguments, local_norms, total_norm, unique_parameters
+from stretto.runtime.random_state import LayerSeeder
 from stretto.runtime.record import Recorder, timeline_from_records
+from stretto.runtime.report import gather_losses
 from stretto.runtime.result import StepResult
+from stretto.runtime.skips import SkipTable, declared_skips, skip_table
 from stretto.runtime.stage import StageRunner
 from stretto.runtime.step import Duties, StepCall, check_call, cut_call, settle_call
+from stretto.runtime.tree import unflatten
 from stretto.runtime.wire.resolve import resolve_group
 from stretto.verify import verify
 
@@ -41,15 +51,27 @@ class Engine:
     """Runs the steps of one pipeline on one rank.
 
     Args:
-        stages: This rank's stages by index, as `stretto.split` returns them.
+        stages: This rank's stages by index, as `stretto.split` returns them. A stage is called
+            with the previous stage's value: a tuple as positional arguments, a dict as keywords,
+            anything else as one argument.
         schedule: What all ranks run; it is verified first.
         loss_fn: Called as `loss_fn(output, target)` on the last stage; returns the mean over its
-            rows (or a sum, if steps give a `normaliser`). None: the last stage's output is the
-            loss.
+            rows (or a sum, if steps give a `normaliser`). Several may be given; `loss_index` says
+            which one drives the backward, the others are reported. None: the last stage's output
+            is the loss.
         group: The ranks of the pipeline: a `torch.distributed` process group, a one-dimensional
             device mesh, a group of an `InProcessHub`, or None for one rank.
         device: Where received tensors are put; by default the device of the stages' parameters.
+        loss_index: Which of several loss functions drives the backward.
+        seed: Random numbers (dropout) are a function of this seed, the step, the microbatch and
+            the layer, whatever the split and the schedule. None: the engine leaves the random
+            state alone, and masks depend on which stages a rank holds.
+        data_rank: The rank whose batch is used; it is sent to all ranks, and what they are given
+            is ignored. None: every rank that needs a part of the batch is given it.
         deliver_loss: Whether every rank gets the loss; otherwise only `loss_rank` does.
+        check_finite: Whether outgoing tensors are checked for nan and inf.
+        fixed_layouts: Whether a message of other structure, shape or dtype than the first of its
+            edge is an error in training.
         record: Whether steps record what ran (`result.timeline`); can be changed at any time, on
             all ranks alike.
         step_timeout_s: How long a rank waits for another before it gives up, in seconds.
@@ -70,40 +92,77 @@ class Engine:
         stages: Mapping[int, torch.nn.Module],
         schedule: Schedule,
         *,
-        loss_fn: Callable[..., Any] | None = None,
+        loss_fn: LossFunction | Sequence[LossFunction] | None = None,
         group: object = None,
         device: torch.device | str | None = None,
+        loss_index: int = 0,
+        seed: int | None = 0,
+        data_rank: int | None = None,
         deliver_loss: bool = True,
+        check_finite: bool = False,
+        fixed_layouts: bool = False,
         record: bool = False,
         step_timeout_s: float = 300.0,
     ) -> None:
         self._group = resolve_group(group, timeout_s=step_timeout_s)
-        self.schedule = schedule
         self.stages = dict(stages)
         self.record = record
-        self._duties = Duties(rank=self._group.rank, schedule=schedule, loss_fn=loss_fn)
+        self.step_number = 0
+        """Number of the next training step; a part of the random rule, to be set on resuming."""
+        self._loss_fns = _as_sequence(loss_fn)
+        self._loss_index = loss_index
+        self._seed = seed
+        self._data_rank = data_rank
         self._deliver_loss = deliver_loss
         self._closed: str | None = None
         self._eval_programs: dict[int, Schedule] = {}
         self._microbatch_rows: int | None = None
+        self._bubble_hooks: Mapping[int, Sequence[Callable[[], None]]] | None = None
+        self._hooks = Hooks()
         try:
-            self._program, notes = agree(self._group, self._check_construction, "the engine")
-            require_equal(notes, "schedule", "the schedule")
-            require_equal(notes, "deliver_loss", "deliver_loss")
+            self.schedule, skips = self._agree_on_schedule(schedule)
+            self._program = _prove(self.schedule)
         except BaseException:
             self._group.close()
             raise
+        self._duties = Duties(rank=self.rank, schedule=self.schedule, loss_fns=self._loss_fns)
         self.device = _default_device(self.stages) if device is None else torch.device(device)
         self._parameters = unique_parameters(self.stages)
         self._transport = self._group.connect(channels_of_rank(self._program, self.rank))
         runners = {
-            index: StageRunner(index, module, is_first=index == 0, device=self.device)
+            index: StageRunner(index, module, device=self.device, skips=skips)
             for index, module in self.stages.items()
         }
-        self._executor = Executor(self.rank, runners, self._transport, step_timeout_s)
+        checks = OutgoingChecks(finite=check_finite, fixed_layouts=fixed_layouts)
+        around = Surroundings(
+            group=self._group,
+            transport=self._transport,
+            seeder=None if seed is None else LayerSeeder(seed, self.device),
+            hooks=self._hooks,
+            check_outgoing=checks.check,
+            timeout_s=step_timeout_s,
+        )
+        self._executor = Executor(self.rank, runners, around)
 
-    def _check_construction(self) -> tuple[Schedule, Mapping[str, Any]]:
-        schedule = self.schedule
+    def _agree_on_schedule(self, schedule: Schedule) -> tuple[Schedule, SkipTable]:
+        """The schedule with the model's skip connections, once all ranks were given the same."""
+
+        def check() -> tuple[None, Mapping[str, Any]]:
+            self._check_construction(schedule)
+            _prove(schedule)
+            digest = hashlib.sha256(schedule_to_json(schedule).encode()).hexdigest()[:16]
+            skips = {str(index): declared_skips(module) for index, module in self.stages.items()}
+            settings = [self._loss_index, self._seed, self._data_rank, self._deliver_loss]
+            return None, {"schedule": digest, "settings": settings, "skips": skips}
+
+        notes = agree(self._group, check, "the engine")[1]
+        require_equal(notes, "schedule", "the schedule")
+        require_equal(notes, "settings", "loss_index, seed, data_rank and deliver_loss")
+        declared = {int(stage): one for note in notes for stage, one in note["skips"].items()}
+        skips = skip_table(declared, schedule.num_stages)
+        return replace(schedule, skips=skips.edges()) if skips.routes else schedule, skips
+
+    def _check_construction(self, schedule: Schedule) -> None:
         if self._group.num_ranks != schedule.num_ranks:
             raise InputError(
                 f"the group has {self._group.num_ranks} ranks, the schedule {schedule.num_ranks}; "
@@ -115,8 +174,13 @@ class Engine:
                 f"rank {self.rank} was given the stages {sorted(self.stages)}; by the schedule's "
                 f"placement it owns {list(mine)}"
             )
-        digest = hashlib.sha256(schedule_to_json(schedule).encode()).hexdigest()[:16]
-        return _prove(schedule), {"schedule": digest, "deliver_loss": self._deliver_loss}
+        if self._data_rank is not None and not 0 <= self._data_rank < schedule.num_ranks:
+            raise InputError(
+                f"data_rank is {self._data_rank}; ranks are 0..{schedule.num_ranks - 1}"
+            )
+        count = len(self._loss_fns)
+        if not 0 <= self._loss_index < max(1, count):
+            raise InputError(f"loss_index is {self._loss_index}; there are {count} loss functions")
 
     @property
     def rank(self) -> int:
@@ -126,7 +190,7 @@ class Engine:
     @property
     def num_ranks(self) -> int:
         """Number of ranks of the pipeline."""
-        return self.schedule.num_ranks
+        return self._group.num_ranks
 
     @property
     def loss_rank(self) -> int:
@@ -144,39 +208,52 @@ class Engine:
         targets: Any = None,
         *,
         normaliser: float | None = None,
+        loss_scale: float = 1.0,
         return_outputs: bool = False,
+        return_input_gradients: bool = False,
         **extras: Any,
     ) -> StepResult:
         """Run forwards and backwards of one batch; gradients are added to `.grad`.
 
         Args:
             inputs: The batch for the first stage: a tuple is spread as positional arguments, a
-                dict as keywords, anything else is one argument. Tensors are cut on dimension 0; a
-                list is taken as ready-made microbatches. Other ranks may pass None.
+                dict as keywords, anything else is one argument. Tensors are cut on dimension 0
+                (see `stretto.along` and `stretto.whole`); a list is taken as ready-made
+                microbatches. An iterator, or a function without arguments, is asked once and gives
+                (inputs, targets) or (inputs, targets, extras). Other ranks may pass None.
             targets: The second argument of the loss function, cut likewise; needed by the rank
                 of the last stage.
             normaliser: The loss function returns sums; each is divided by this number before its
                 backward. By default it returns means, and microbatch i of n_i rows counts as
                 loss / (N / n_i).
+            loss_scale: What everything that enters the backward is multiplied by; reported losses
+                are not.
             return_outputs: Whether `result.outputs` is filled on `loss_rank`.
+            return_input_gradients: Whether `result.input_gradients` is filled on the rank of the
+                first stage, for tensors of the batch that require a gradient.
             extras: Keyword values for every stage whose signature names them, cut likewise.
 
         Raises:
             InputError: the batch cannot be used; raised on every rank, before anything is sent.
-            StageError: a stage, the loss or a backward raised; the engine is closed.
+            EndOfData: the iterator of a rank has ended; raised on every rank.
+            StageError: a stage, the loss, a hook or a backward raised; the engine is closed.
             ExecutionError: another rank failed; the engine is closed.
             EngineClosedError: the engine was closed before.
         """
-        call = StepCall(
-            inputs=inputs,
-            targets=targets,
-            extras=extras,
-            normaliser=normaliser,
-            num_microbatches=None,
-            return_outputs=return_outputs,
-            train=True,
+        return self._run(
+            StepCall(
+                inputs=inputs,
+                targets=targets,
+                extras=extras,
+                normaliser=normaliser,
+                num_microbatches=None,
+                return_outputs=return_outputs,
+                return_input_gradients=return_input_gradients,
+                loss_scale=loss_scale,
+                loss_index=self._loss_index,
+                train=True,
+            )
         )
-        return self._run(call)
 
     def eval_step(
         self,
@@ -185,7 +262,8 @@ class Engine:
         *,
         num_microbatches: int | None = None,
         normaliser: float | None = None,
-        return_outputs: bool = False,
+        loss_index: int | None = None,
+        return_outputs: bool | None = None,
         **extras: Any,
     ) -> StepResult:
         """Run the forwards of one batch of any size, in evaluation mode, without gradients.
@@ -198,11 +276,13 @@ class Engine:
             num_microbatches: How many microbatches to cut; by default so many that none is
                 larger than in the last training step, or as many as in the schedule.
             normaliser: As in `step`.
-            return_outputs: As in `step`.
+            loss_index: Which of several loss functions is the loss; by default that of training.
+            return_outputs: Whether `result.outputs` is filled on `loss_rank`; by default where no
+                loss is computed.
             extras: As in `step`.
 
         Raises:
-            InputError, StageError, ExecutionError, EngineClosedError: as in `step`.
+            InputError, EndOfData, StageError, ExecutionError, EngineClosedError: as in `step`.
         """
         call = StepCall(
             inputs=inputs,
@@ -211,30 +291,95 @@ class Engine:
             normaliser=normaliser,
             num_microbatches=num_microbatches,
             return_outputs=return_outputs,
+            return_input_gradients=False,
+            loss_scale=1.0,
+            loss_index=self._loss_index if loss_index is None else loss_index,
             train=False,
         )
         with _evaluation_mode(self.stages):
             return self._run(call)
 
+    def register_hook(self, location: str, hook: Hook) -> HookHandle:
+        """Call a function around the work of this rank.
+
+        Args:
+            location: `before_forward`, `after_forward`, `before_backward` or `after_backward`.
+            hook: Called with a `HookEvent`; what it raises ends the step as a stage's error does.
+
+        Raises:
+            InputError: there is no such location.
+        """
+        return self._hooks.register(location, hook)
+
+    @property
+    def num_bubbles(self) -> int:
+        """How many rounds of a training step this rank has nothing to run; 2p - 2 in 1F1B."""
+        return len(bubble_slots(self.schedule)[self.rank])
+
+    def set_bubble_hooks(self, hooks: Sequence[Callable[[], None]] | None) -> None:
+        """Call functions where this rank has nothing to run, in every training step.
+
+        Args:
+            hooks: One per bubble of this rank, in order; None takes them away.
+
+        Raises:
+            InputError: there are not as many as bubbles.
+        """
+        if hooks is None:
+            self._bubble_hooks = None
+            return
+        slots = bubble_slots(self.schedule)[self.rank]
+        if len(hooks) != len(slots):
+            raise InputError(
+                f"{len(hooks)} bubble hooks were given; rank {self.rank} has {len(slots)} bubbles"
+            )
+        placed: dict[int, list[Callable[[], None]]] = {}
+        for slot, hook in zip(slots, hooks, strict=True):
+            placed.setdefault(slot, []).append(hook)
+        self._bubble_hooks = placed
+
     def _run(self, call: StepCall) -> StepResult:
         if self._closed is not None:
             raise EngineClosedError(f"the engine is closed: {self._closed}", rank=self.rank)
-        notes = agree(self._group, lambda: (None, self._check(call)), "the step")[1]
-        settled = settle_call(notes, self._duties, self._microbatch_rows)
+        call, notes = agree(self._group, partial(self._check, call), "the step")
+        ended = [rank for rank, note in enumerate(notes) if note["ended"]]
+        if ended:
+            raise EndOfData(f"the data of ranks {ended} has ended", ranks=ended)
+        settled = settle_call(notes, self._duties, self._microbatch_rows, data_rank=self._data_rank)
         require_equal(notes, "record", "recording")
+        if self._data_rank is not None and self.num_ranks > 1:
+            is_source = self.rank == self._data_rank
+            blob = encode_batch(call) if is_source else None
+            blob = self._group.broadcast(blob, self._data_rank)
+            call = call if is_source else decode_batch(call, blob)
         if call.train and settled.sizes is not None:
             self._microbatch_rows = max(settled.sizes)
-        given = cut_call(call, settled, self._duties)
+        given = cut_call(call, settled, self._duties, self.step_number)
+        wanted_inputs = call.inputs if given.keep_input_gradients else None
         program = self._program if call.train else self._eval_program(settled.num_microbatches)
+        in_bubble = self._bubble_hooks if call.train else None
         recorder = Recorder() if self.record else None
+        is_training = call.train
+        del call  # the batch itself goes with its last microbatch
         with self._closing_on_failure():
-            output = self._executor.run(program, given, recorder)
-            return self._result(output, given, recorder)
+            output = self._executor.run(program, given, recorder, in_bubble)
+            result = self._result(output, given, recorder, wanted_inputs)
+        self.step_number += is_training
+        return result
 
-    def _check(self, call: StepCall) -> Mapping[str, Any]:
+    def _check(self, call: StepCall) -> tuple[StepCall, Mapping[str, Any]]:
+        note: dict[str, Any] = {"ended": False, "record": self.record}
         if call.train and not torch.is_grad_enabled():
             raise InputError("step needs gradients; call it outside no_grad, or use eval_step")
-        return {**check_call(call, self._duties), "record": self.record}
+        if self._data_rank is not None and self.rank != self._data_rank:
+            call = replace(call, inputs=None, targets=None, extras={})
+            return call, {**check_call(call, self._duties, is_given=False), **note}
+        try:
+            call = draw(call)
+        except StopIteration:
+            return call, {**note, "ended": True}
+        has_all = self._data_rank is not None
+        return call, {**check_call(call, self._duties, needs_all=has_all), **note}
 
     def _eval_program(self, num_microbatches: int) -> Schedule:
         if num_microbatches not in self._eval_programs:
@@ -243,22 +388,30 @@ class Engine:
         return self._eval_programs[num_microbatches]
 
     def _result(
-        self, output: StepOutput, given: StepInput, recorder: Recorder | None
+        self, output: StepOutput, given: StepInput, recorder: Recorder | None, inputs: Any
     ) -> StepResult:
-        loss, each = _sum_losses(output)
-        if self._deliver_loss and given.has_loss:
-            told = json.dumps([loss, each]).encode() if self.rank == self.loss_rank else b""
-            loss, each = json.loads(self._group.gather(told)[self.loss_rank])
+        reported = gather_losses(
+            self._group, output, loss_rank=self.loss_rank, deliver=self._deliver_loss
+        )
         timeline = None
         if recorder is not None:
             timeline = timeline_from_records(self._group.gather(recorder.to_bytes()))
         outputs = None
         if given.keep_outputs:
             outputs = merge_outputs([output.outputs[index] for index in sorted(output.outputs)])
+        input_gradients = None
+        if given.keep_input_gradients:
+            gradients = {
+                index: unflatten(message.layout.spec, message.tensors)
+                for index, message in output.input_gradients.items()
+            }
+            input_gradients = merge_input_gradients(inputs, gradients)
         return StepResult(
-            loss=None if loss is None else torch.tensor(loss, dtype=torch.float64),
-            microbatch_losses=None if not each else torch.tensor(each, dtype=torch.float64),
+            loss=reported.loss,
+            microbatch_losses=reported.each,
+            losses=reported.added,
             outputs=outputs,
+            input_gradients=input_gradients,
             timeline=timeline,
             loss_rank=self.loss_rank,
         )
@@ -335,15 +488,12 @@ def _prove(schedule: Schedule) -> Schedule:
     return program
 
 
-def _sum_losses(output: StepOutput) -> tuple[float | None, list[float]]:
-    """The reported loss, added ascending in its own dtype, and the loss of each microbatch."""
-    terms = [output.losses[index] for index in sorted(output.losses)]
-    if not terms:
-        return None, []
-    total = terms[0].scaled
-    for term in terms[1:]:
-        total = total + term.scaled
-    return float(total), [float(term.value) for term in terms]
+def _as_sequence(
+    loss_fn: LossFunction | Sequence[LossFunction] | None,
+) -> tuple[LossFunction, ...]:
+    if loss_fn is None:
+        return ()
+    return tuple(loss_fn) if isinstance(loss_fn, Sequence) else (loss_fn,)
 
 
 @contextmanager

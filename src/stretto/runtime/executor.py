@@ -1,57 +1,38 @@
 """The one executor: a loop over a rank's lowered actions and a table kind → handler.
 
-It knows nothing of any particular schedule. What an action needs lies in the tables of the step
-(outputs and gradients by stage and microbatch); what a RECV posted is waited for by the action
-that uses it.
+It knows nothing of any particular schedule. What an action needs and gives lies in one table of
+values (`ir.deps`); what a RECV posted is waited for by the action that uses it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from stretto.errors import ExecutionError, StageError
-from stretto.ir import Action, Channel, Kind, Schedule, Value, ValueKind, carried, channel_of
+from stretto.ir import (
+    COMPUTE,
+    Action,
+    Channel,
+    Kind,
+    Schedule,
+    Value,
+    ValueKind,
+    carried,
+    channel_of,
+    needs,
+)
+from stretto.runtime.hooks import HookEvent, Hooks
+from stretto.runtime.random_state import LayerSeeder
 from stretto.runtime.record import Recorder
-from stretto.runtime.stage import LossTerm, StageRunner
+from stretto.runtime.stage import LossTerm, StageRunner, Work
 from stretto.runtime.tree import flatten, unflatten
 from stretto.runtime.wire.message import Message
-from stretto.runtime.wire.transport import Pending, Transport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInput:
-    """What a rank was given for one step, cut into microbatches.
-
-    Args:
-        inputs: For the first stage, per microbatch; empty elsewhere.
-        targets: For the last stage, per microbatch; empty if there is no loss to compute.
-        extras: Keyword values per microbatch.
-        divisors: What each microbatch's loss is divided by.
-        loss_fn: Called as `loss_fn(output, target)`; None if the output is the loss.
-        has_loss: Whether the last stage computes a loss.
-        keep_outputs: Whether the last stage's outputs are kept.
-        train: Whether gradients are computed.
-    """
-
-    inputs: Sequence[Any]
-    targets: Sequence[Any]
-    extras: Sequence[Mapping[str, Any]]
-    divisors: Sequence[float]
-    loss_fn: Callable[..., Any] | None
-    has_loss: bool
-    keep_outputs: bool
-    train: bool
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """What a rank's part of a step produced, by microbatch."""
-
-    losses: dict[int, LossTerm] = field(default_factory=dict[int, LossTerm])
-    outputs: dict[int, Any] = field(default_factory=dict[int, Any])
-
+from stretto.runtime.wire.transport import Group, Pending, Transport
 
 RUNNABLE = frozenset(
     {
@@ -67,6 +48,88 @@ RUNNABLE = frozenset(
 )
 """The kinds the executor has a handler for."""
 
+LossFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInput:
+    """What a rank was given for one step, cut into microbatches.
+
+    Args:
+        number: Number of the training step; evaluations carry that of the next one.
+        inputs: For the first stage, per microbatch; emptied as the step goes on.
+        targets: For the last stage, per microbatch; empty if there is no loss to compute.
+        extras: Keyword values per microbatch.
+        divisors: What each microbatch's loss is divided by.
+        row_divisors: What a mean over each microbatch's rows is divided by.
+        loss_scale: What everything that enters a backward is multiplied by.
+        loss_fns: Called as `fn(output, target)`; empty if the output is the loss.
+        loss_index: Which of them is the loss; the others are only reported.
+        has_loss: Whether the last stage computes a loss.
+        keep_outputs: Whether the last stage's outputs are kept.
+        keep_input_gradients: Whether the gradients of the first stage's inputs are kept.
+        train: Whether gradients are computed.
+    """
+
+    number: int
+    inputs: list[Any]
+    targets: Sequence[Any]
+    extras: Sequence[Mapping[str, Any]]
+    divisors: Sequence[float]
+    row_divisors: Sequence[float]
+    loss_scale: float
+    loss_fns: Sequence[LossFunction]
+    loss_index: int
+    has_loss: bool
+    keep_outputs: bool
+    keep_input_gradients: bool
+    train: bool
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What a rank's part of a step produced.
+
+    Args:
+        losses: Microbatch → the loss.
+        added: (name, microbatch, stage) → terms added inside the model, or other losses.
+        outputs: Microbatch → the last stage's output.
+        input_gradients: Microbatch → gradients of the tensors of the first stage's input.
+    """
+
+    losses: dict[int, LossTerm] = field(default_factory=dict[int, LossTerm])
+    added: dict[tuple[str, int, int], torch.Tensor] = field(
+        default_factory=dict[tuple[str, int, int], torch.Tensor]
+    )
+    outputs: dict[int, Any] = field(default_factory=dict[int, Any])
+    input_gradients: dict[int, Message] = field(default_factory=dict[int, Message])
+
+    def add(self, name: str, microbatch: int, stage: int, value: torch.Tensor) -> None:
+        """Add to a reported term."""
+        key = (name, microbatch, stage)
+        self.added[key] = self.added[key] + value if key in self.added else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What stays the same over the steps of an engine.
+
+    Args:
+        group: The ranks.
+        transport: Carries messages between ranks.
+        seeder: Seeds random numbers in front of layers; None leaves them alone.
+        hooks: The user's functions around the work.
+        check_outgoing: Called with what is about to be sent.
+        timeout_s: How long one message may be waited for.
+    """
+
+    group: Group
+    transport: Transport
+    seeder: LayerSeeder | None
+    hooks: Hooks
+    check_outgoing: Callable[[Action, Message, bool], None]
+    timeout_s: float
+
 
 class Executor:
     """Runs one rank's part of lowered schedules.
@@ -74,23 +137,13 @@ class Executor:
     Args:
         rank: This rank.
         runners: This rank's stages.
-        transport: Carries messages between ranks.
-        timeout_s: How long one message may be waited for.
+        around: What stays the same over the steps.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        runners: Mapping[int, StageRunner],
-        transport: Transport,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, rank: int, runners: Mapping[int, StageRunner], around: Surroundings) -> None:
         self.rank = rank
         self._runners = runners
-        self._transport = transport
-        self._timeout_s = timeout_s
-        self.current: Action | None = None
-        """The action being run, for error messages; None between steps."""
+        self._around = around
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -103,33 +156,54 @@ class Executor:
         }
         assert set(self._handlers) == RUNNABLE
 
+    @property
+    def live(self) -> int:
+        """Stage activations this rank holds."""
+        return sum(runner.live for runner in self._runners.values())
+
     def forget(self) -> None:
         """Drop every graph, after a step that failed."""
         for runner in self._runners.values():
             runner.forget()
 
     def run(
-        self, schedule: Schedule, given: StepInput, recorder: Recorder | None = None
+        self,
+        schedule: Schedule,
+        given: StepInput,
+        recorder: Recorder | None = None,
+        in_bubble: Mapping[int, Sequence[Callable[[], None]]] | None = None,
     ) -> StepOutput:
         """Run this rank's actions of a lowered schedule, in order.
 
+        Args:
+            schedule: The lowered schedule.
+            given: This rank's part of the step.
+            recorder: Records what runs.
+            in_bubble: Number of compute actions before it → functions to call there.
+
         Raises:
-            StageError: a stage, the loss function or a backward raised; names the action.
+            StageError: a stage, the loss function, a hook or a backward raised; names the action.
             ExecutionError: a message did not come.
         """
         self._schedule, self._given, self._recorder = schedule, given, recorder
-        self._values: dict[Value, Message | None] = {}
+        self._values: dict[Value, Message] = {}
         self._posted: dict[Value, Pending] = {}
         self._sending: list[Pending] = []
         self._result = StepOutput()
+        for runner in self._runners.values():
+            runner.wants_input_gradients = given.keep_input_gradients
+        computed = 0
         try:
             for action in schedule.actions(self.rank):
                 assert isinstance(action, Action)
-                self.current = action
+                if in_bubble and action.kind in COMPUTE:
+                    self._run_in_bubble(in_bubble.get(computed, ()), action)
+                    computed += 1
                 self._handlers[action.kind](action)
+            if in_bubble:
+                self._run_in_bubble(in_bubble.get(computed, ()), None)
             for pending in self._sending:
-                self.current = pending.action
-                pending.wait(self._timeout_s)
+                pending.wait(self._around.timeout_s)
             assert not self._posted, f"messages that nobody took: {list(self._posted)}"
             return self._result
         except ExecutionError as error:
@@ -138,65 +212,104 @@ class Executor:
         finally:
             self._values, self._posted, self._sending = {}, {}, []
             self._result = StepOutput()
-            del self._given
+            del self._given, self._recorder, self._schedule
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
-        runner, given = self._runners[stage], self._given
-        source: Any = (
-            given.inputs[microbatch]
-            if runner.is_first
-            else self._take(Value(ValueKind.OUTPUT, stage - 1, microbatch))
+        given, runner = self._given, self._runners[stage]
+        main, skipped = self._take_needs(action, ValueKind.OUTPUT)
+        source: Any = main
+        if stage == 0:
+            source, given.inputs[microbatch] = given.inputs[microbatch], None
+        work = Work(
+            microbatch=microbatch,
+            train=given.train,
+            extras=given.extras[microbatch],
+            row_divisor=given.row_divisors[microbatch],
+            loss_scale=given.loss_scale,
         )
         with self._at_work(action):
-            extras = given.extras[microbatch]
-            output = runner.forward(microbatch, source, extras, train=given.train)
+            self._call_hooks("before_forward", action, source)
+            output, terms = runner.forward(work, source, skipped)
+            del source
+            for name, term in terms:
+                self._result.add(name, microbatch, stage, term.scaled)
             if stage == self._schedule.num_stages - 1:
-                self._finish_forward(runner, microbatch, output)
+                self._finish_forward(runner, work, output)
             else:
-                message = runner.leave(microbatch, output, train=given.train)
-                self._values[Value(ValueKind.OUTPUT, stage, microbatch)] = message
+                self._leave(runner, work, output)
+            self._call_hooks("after_forward", action, output)
 
-    def _finish_forward(self, runner: StageRunner, microbatch: int, output: Any) -> None:
-        given = self._given
+    def _leave(self, runner: StageRunner, work: Work, output: Any) -> None:
+        message, skips = runner.leave(work, output)
+        stage, microbatch = runner.index, work.microbatch
+        self._values[Value(ValueKind.OUTPUT, stage, microbatch)] = message
+        for target, one in skips.items():
+            self._values[Value(ValueKind.OUTPUT, stage, microbatch, target)] = one
+
+    def _finish_forward(self, runner: StageRunner, work: Work, output: Any) -> None:
+        given, microbatch = self._given, work.microbatch
         if given.has_loss:
             target = given.targets[microbatch] if given.targets else None
+            main = given.loss_fns[given.loss_index] if given.loss_fns else None
             self._result.losses[microbatch] = runner.loss(
-                microbatch,
-                output,
-                target,
-                given.loss_fn,
-                given.divisors[microbatch],
-                train=given.train,
+                work, output, target, main, given.divisors[microbatch]
             )
+            for index, other in enumerate(given.loss_fns):
+                if index != given.loss_index:
+                    with torch.no_grad():
+                        value = other(output, target) / given.divisors[microbatch]
+                    self._result.add(f"loss[{index}]", microbatch, runner.index, value)
         if given.keep_outputs:
             leaves, spec = flatten(output, where="the output of the last stage")
             self._result.outputs[microbatch] = unflatten(spec, [leaf.detach() for leaf in leaves])
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
-        gradient: Message | None = None
-        if stage < self._schedule.num_stages - 1:
-            gradient = self._take(Value(ValueKind.GRADIENT, stage + 1, microbatch))
+        gradient, chained = self._take_needs(action, ValueKind.GRADIENT)
         with self._at_work(action):
-            returned = self._runners[stage].backward(microbatch, gradient)
+            self._call_hooks("before_backward", action, gradient)
+            returned, skips = self._runners[stage].backward(microbatch, gradient, chained)
             if stage > 0:
                 self._values[Value(ValueKind.GRADIENT, stage, microbatch)] = returned
+            elif self._given.keep_input_gradients:
+                self._result.input_gradients[microbatch] = returned
+            for low, message in skips.items():
+                self._values[Value(ValueKind.GRADIENT, stage, microbatch, low)] = message
+            self._call_hooks("after_backward", action, returned if stage > 0 else None)
 
-    def _take(self, value: Value) -> Message | None:
+    def _take_needs(
+        self, action: Action, kind: ValueKind
+    ) -> tuple[Message | None, dict[int, Message]]:
+        """The neighbour's message and those of skip connections, once all are there."""
+        main: Message | None = None
+        skipped: dict[int, Message] = {}
+        for value in needs(action, self._schedule.num_stages, self._schedule.skips):
+            if value.kind is not kind:
+                continue
+            message = self._take(value)
+            if value.target is None:
+                main = message
+            else:
+                skipped[value.stage] = message
+        return main, skipped
+
+    def _take(self, value: Value) -> Message:
         """What this rank computed itself, or a posted receive: waits for its message."""
         pending = self._posted.pop(value, None)
         if pending is None:
             return self._values.pop(value)
-        return pending.wait(self._timeout_s)
+        message = pending.wait(self._around.timeout_s)
+        assert message is not None, "a receive ends with a message"
+        return message
 
     def _send(self, action: Action) -> None:
         value = carried(action)
         assert value is not None
         message = self._values[value]
-        assert message is not None
+        self._around.check_outgoing(action, message, self._given.train)
         channel = channel_of(action, self._schedule)
-        pending = self._transport.send(channel, action, message)
+        pending = self._around.transport.send(channel, action, message)
         self._sending = [one for one in self._sending if not one.is_done]
         self._sending.append(pending)
         if self._recorder is not None:
@@ -205,52 +318,81 @@ class Executor:
     def _receive(self, action: Action) -> None:
         value = carried(action)
         assert value is not None
-        pending = self._transport.receive(channel_of(action, self._schedule), action)
+        channel = channel_of(action, self._schedule)
+        pending = self._around.transport.receive(channel, action)
         self._posted[value] = pending
         if self._recorder is not None:
             self._recorder.transfer(pending)
 
     def _free(self, action: Action) -> None:
         kind = ValueKind.OUTPUT if action.kind is Kind.FREE_F else ValueKind.GRADIENT
-        del self._values[Value(kind, action.stage, action.microbatch)]
+        del self._values[Value(kind, action.stage, action.microbatch, action.peer)]
 
-    def _at_work(self, action: Action) -> _AtWork:
-        return _AtWork(self, action, self._recorder)
+    def _call_hooks(self, location: str, action: Action, value: Any) -> None:
+        hooks = self._around.hooks.at(location)
+        if not hooks:
+            return
+        if isinstance(value, Message):
+            value = unflatten(value.layout.spec, value.tensors)
+        event = HookEvent(
+            location=location,
+            step=self._given.number,
+            stage=action.stage,
+            microbatch=action.microbatch,
+            train=self._given.train,
+            value=value,
+        )
+        for hook in tuple(hooks):
+            hook(event)
 
-    @property
-    def live(self) -> int:
-        """Stage activations this rank holds."""
-        return sum(runner.live for runner in self._runners.values())
-
-
-class _AtWork:
-    """Around user code: records the span, and says where an exception happened."""
-
-    def __init__(self, executor: Executor, action: Action, recorder: Recorder | None) -> None:
-        self._executor = executor
-        self._action = action
-        self._recorder = recorder
-        self._span = recorder.span(action) if recorder is not None else None
-
-    def __enter__(self) -> None:
-        if self._recorder is not None and self._span is not None:
-            self._span.__enter__()
-            starts = self._action.kind is Kind.F and self._executor._given.train
-            self._recorder.held(self._executor.live + (1 if starts else 0))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    def _run_in_bubble(
+        self, functions: Sequence[Callable[[], None]], before: Action | None
     ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, ExecutionError):
-            action, rank = self._action, self._executor.rank
+        for function in functions:
+            try:
+                function()
+            except Exception as error:
+                place = "at the end of the step" if before is None else f"before {before}"
+                raise StageError(
+                    f"rank {self.rank}: a bubble hook {place} raised "
+                    f"{type(error).__name__}: {error}",
+                    rank=self.rank,
+                    action=None if before is None else str(before),
+                ) from error
+
+    @contextmanager
+    def _at_work(self, action: Action) -> Iterator[None]:
+        """Around user code: seeds, records, and says where an exception happened."""
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self._around.group.compute_lock)
+                if self._around.seeder is not None:
+                    stack.enter_context(self._seeded(self._around.seeder, action))
+                if self._recorder is not None:
+                    stack.enter_context(self._recorder.span(action))
+                    starts = action.kind is Kind.F and self._given.train
+                    self._recorder.held(self.live + (1 if starts else 0))
+                yield
+        except ExecutionError:
+            raise
+        except Exception as error:
             raise StageError(
-                f"rank {rank}: {action} (stage {action.stage}, microbatch {action.microbatch}) "
-                f"raised {type(error).__name__}: {error}",
-                rank=rank,
+                f"rank {self.rank}: {action} (stage {action.stage}, microbatch "
+                f"{action.microbatch}) raised {type(error).__name__}: {error}",
+                rank=self.rank,
                 action=str(action),
             ) from error
-        if self._span is not None and error is None:
-            self._span.__exit__(None, None, None)
+        if self._recorder is not None:
+            self._recorder.held(self.live)
+
+    def _seeded(self, seeder: LayerSeeder, action: Action) -> Any:
+        return seeder.at_work(
+            self._runners[action.stage].module,
+            action.stage,
+            self._given.number,
+            action.microbatch,
+            train=self._given.train,
+        )
 
 
 def channels_of_rank(schedule: Schedule, rank: int) -> list[Channel]:

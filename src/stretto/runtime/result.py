@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +22,20 @@ class StepResult:
             in an evaluation without targets.
         microbatch_losses: What the loss function returned for each microbatch, float64, shape
             [number of microbatches]; there and None as `loss`.
+        losses: What `add_loss` reported inside the model, and further loss functions as `loss[1]`:
+            name → float64, added up over stages and weighted over microbatches as the loss is.
         outputs: The last stage's outputs, merged over the microbatches and detached; on
             `loss_rank` and on request only.
+        input_gradients: Gradients of the batch's own tensors that require one, in the structure of
+            the inputs (None elsewhere); on the first stage's rank and on request only.
         timeline: What really ran on all ranks, if the engine was recording.
         loss_rank: The rank that owns the last stage.
     """
 
     loss: torch.Tensor | None
     microbatch_losses: torch.Tensor | None
+    losses: Mapping[str, torch.Tensor]
     outputs: Any
+    input_gradients: Any
     timeline: Timeline | None
     loss_rank: int

@@ -4,37 +4,102 @@ A forward detaches what it is given, so that every stage has a graph of its own.
 only the edges of the graph are kept (`GradientEdge`), never the data: an output is freed by
 dropping it, whether it is a view, was saved by the last operation, or is still being sent. A
 backward hands the edges and the gradients that came back to autograd in one call.
+
+What a stage is given enters its graph through `_Entry`, so that modules may change it in place as
+they may in the unsplit model, and its gradient is taken there as it comes, in its own strides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from stretto.errors import InputError
-from stretto.ir.calling import parameters_of
+from stretto.ir.calling import WithSkips, parameters_of
+from stretto.runtime.inner_loss import collect_losses
+from stretto.runtime.skips import SkipTable
 from stretto.runtime.tree import flatten, unflatten
 from stretto.runtime.wire.message import Message, make_message
 
 
+class _Slot:
+    """Where the gradient of one entering tensor is left."""
+
+    __slots__ = ("edge", "gradient")
+
+    def __init__(self) -> None:
+        self.edge: GradientEdge | None = None
+        self.gradient: torch.Tensor | None = None
+
+
+class _Entry(torch.autograd.Function):
+    """The identity, without a copy; its backward leaves the gradient in a slot.
+
+    The result shares memory and version with what it was given, so an in-place change of a value
+    that the stage before still needs is an error in that stage's backward, as in a plain run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, slot: _Slot) -> torch.Tensor:
+        ctx.slot = slot
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch declares it for any number of arguments
+        ctx.slot.gradient = gradients[0]
+        return None, None
+
+
 @dataclass(slots=True)
 class _Graph:
-    """What a forward leaves for its backward: where gradients enter and where they come out."""
+    """What a forward leaves for its backward: where gradients enter and where they come out.
 
-    inputs: list[torch.Tensor | None] | None
-    roots: list[GradientEdge | None]
+    Args:
+        inputs: One slot per tensor that entered; None for one without a gradient.
+        roots: One edge per tensor of the output; on the last stage, the loss.
+        used: Skip name → slots of what entered.
+        made: Skip name → edges of what was made for later stages.
+        inner: Edges of losses added inside the stage.
+    """
+
+    inputs: list[_Slot | None] = field(default_factory=list["_Slot | None"])
+    roots: list[GradientEdge | None] = field(default_factory=list["GradientEdge | None"])
+    used: dict[str, list[_Slot | None]] = field(default_factory=dict[str, "list[_Slot | None]"])
+    made: dict[str, list[GradientEdge | None]] = field(
+        default_factory=dict[str, "list[GradientEdge | None]"]
+    )
+    inner: list[GradientEdge] = field(default_factory=list[GradientEdge])
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """What a loss function returned for one microbatch, and what entered the gradient."""
+    """What a loss function returned for one microbatch, and what entered the sum."""
 
     value: torch.Tensor
     scaled: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What surrounds one forward.
+
+    Args:
+        microbatch: Index of the microbatch.
+        train: Whether a backward will follow.
+        extras: Keyword values that the stage may name.
+        row_divisor: What a mean over the microbatch's rows is divided by.
+        loss_scale: What everything that enters the backward is multiplied by.
+    """
+
+    microbatch: int
+    train: bool
+    extras: Mapping[str, Any]
+    row_divisor: float
+    loss_scale: float
 
 
 class StageRunner:
@@ -44,19 +109,21 @@ class StageRunner:
         index: Index of the stage.
         module: The module, called with the previous stage's value (a tuple as positional
             arguments, a dict as keywords, anything else as one argument).
-        is_first: Whether its input is the batch itself.
-        device: Where received tensors are put.
+        device: Where tensors are put before they enter.
+        skips: The model's skip connections.
     """
 
     def __init__(
-        self, index: int, module: torch.nn.Module, *, is_first: bool, device: torch.device
+        self, index: int, module: torch.nn.Module, *, device: torch.device, skips: SkipTable
     ) -> None:
         self.index = index
         self.module = module
-        self.is_first = is_first
         self.device = device
+        self._skips = skips
         self._accepts = parameters_of(module)
         self._graphs: dict[int, _Graph] = {}
+        self.wants_input_gradients = False
+        """Whether gradients of the batch's own tensors are asked for, in this step."""
 
     @property
     def live(self) -> int:
@@ -68,123 +135,248 @@ class StageRunner:
         self._graphs.clear()
 
     def forward(
-        self, microbatch: int, given: object, extras: Mapping[str, Any], *, train: bool
-    ) -> Any:
-        """Run the module on one microbatch of the batch (first stage) or on a message.
+        self, work: Work, given: Any, skipped: Mapping[int, Message]
+    ) -> tuple[Any, list[tuple[str, LossTerm]]]:
+        """Run the module on one microbatch.
 
         Args:
-            microbatch: Index of the microbatch.
-            given: A piece of the batch, or the previous stage's `Message`.
-            extras: Keyword values; the stage gets those that its signature names.
-            train: Whether a backward will follow.
+            work: What surrounds the forward.
+            given: A piece of the batch (first stage), or the previous stage's `Message`.
+            skipped: Stage → its message of skip values for this one.
 
         Returns:
-            The module's output, as it is.
+            The module's output as it is, and the terms of losses added inside.
         """
-        value, graph = self._enter(given, train)
+        graph = _Graph()
+        value = self._enter(given, graph, work.train)
+        extras = {**work.extras, **self._enter_skips(skipped, graph, work.train)}
         args, keywords = self._accepts.arguments(value, extras)
-        with torch.set_grad_enabled(train):
+        with torch.set_grad_enabled(work.train), collect_losses() as added:
             output = self.module(*args, **keywords)
-        if train:
-            self._graphs[microbatch] = graph
-        return output
-
-    def _enter(self, given: object, train: bool) -> tuple[Any, _Graph]:
-        if not isinstance(given, Message):
-            return given, _Graph(None, [])
-        tensors = [tensor.detach().to(self.device) for tensor in given.tensors]
-        wanted = [train and layout.requires_grad for layout in given.layout.tensors]
-        for tensor, flag in zip(tensors, wanted, strict=True):
-            tensor.requires_grad_(flag)
-        inputs = [tensor if flag else None for tensor, flag in zip(tensors, wanted, strict=True)]
-        return unflatten(given.layout.spec, tensors), _Graph(list(inputs), [])
-
-    def leave(self, microbatch: int, output: object, *, train: bool) -> Message:
-        """Cut the output off the graph, keep the edges, and make the message for the next stage."""
-        tensors, spec = flatten(output, where=f"the output of stage {self.index}")
-        flags = [train and tensor.requires_grad for tensor in tensors]
-        if train:
-            self._graphs[microbatch].roots = [
-                get_gradient_edge(tensor) if flag else None
-                for tensor, flag in zip(tensors, flags, strict=True)
+            terms = [
+                (name, LossTerm(value.detach(), self._add_root(graph, value, work)))
+                for name, value in added
             ]
-        return make_message(tensors, spec, flags)
+        if work.train:
+            self._graphs[work.microbatch] = graph
+        return output, terms
+
+    def _add_root(self, graph: _Graph, value: torch.Tensor, work: Work) -> torch.Tensor:
+        scaled = value / work.row_divisor
+        if work.train and scaled.requires_grad:
+            graph.inner.append(get_gradient_edge(_multiplied(scaled, work.loss_scale)))
+        return scaled.detach()
+
+    def _enter(self, given: Any, graph: _Graph, train: bool) -> Any:
+        if isinstance(given, Message):
+            value, graph.inputs = self._open(given, train)
+            return value
+        if self.device.type == "cpu" and not self.wants_input_gradients:
+            return given
+        leaves, spec = flatten(given, where="inputs")
+        tensors, graph.inputs = self._let_in(leaves, [leaf.requires_grad for leaf in leaves], train)
+        return unflatten(spec, tensors)
+
+    def _enter_skips(
+        self, skipped: Mapping[int, Message], graph: _Graph, train: bool
+    ) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for source, message in skipped.items():
+            opened, slots = self._open(message, train)
+            values |= opened
+            waiting = iter(slots)
+            for name in self._skips.sent(source, self.index):
+                leaves, _ = flatten(opened[name])
+                graph.used[name] = [next(waiting) for _ in leaves]
+        return values
+
+    def _open(self, message: Message, train: bool) -> tuple[Any, list[_Slot | None]]:
+        message.check_unchanged()
+        wanted = [layout.requires_grad for layout in message.layout.tensors]
+        tensors, slots = self._let_in(message.tensors, wanted, train)
+        return unflatten(message.layout.spec, tensors), slots
+
+    def _let_in(
+        self, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], train: bool
+    ) -> tuple[list[torch.Tensor], list[_Slot | None]]:
+        entered: list[torch.Tensor] = []
+        slots: list[_Slot | None] = []
+        for tensor, want in zip(tensors, wanted, strict=True):
+            inside = tensor.detach().to(self.device)
+            slot = None
+            if train and want:
+                slot = _Slot()
+                inside = _Entry.apply(inside.requires_grad_(), slot)
+                slot.edge = get_gradient_edge(inside)
+            entered.append(inside)
+            slots.append(slot)
+        return entered, slots
+
+    def leave(self, work: Work, output: Any) -> tuple[Message, dict[int, Message]]:
+        """Cut the output off the graph, keep the edges, and make the messages for later stages.
+
+        Returns:
+            The message for the next stage, and one for each stage that skip values go to.
+
+        Raises:
+            InputError: a part cannot travel, or a declared skip value was not returned.
+        """
+        made = output.skips if isinstance(output, WithSkips) else {}
+        plain = output.output if isinstance(output, WithSkips) else output
+        graph = self._graphs[work.microbatch] if work.train else _Graph()
+        where = f"the output of stage {self.index}"
+        message, graph.roots = _leave(plain, where, work.train)
+        targets = sorted(
+            {t for s, used in self._skips.routes.values() if s == self.index for t in used}
+        )
+        messages: dict[int, Message] = {}
+        for target in targets:
+            names = self._skips.sent(self.index, target)
+            missing = [name for name in names if name not in made]
+            if missing:
+                raise InputError(
+                    f"stage {self.index} declares the skip values {missing} and did not return "
+                    "them; return WithSkips(output, {name: value})"
+                )
+            for name in names:
+                _, graph.made[name] = _leave(made[name], f"skip value {name!r}", work.train)
+            values = {name: made[name] for name in names}
+            messages[target], _ = _leave(
+                values, f"the skip values of stage {self.index}", work.train
+            )
+        return message, messages
 
     def loss(
         self,
-        microbatch: int,
-        output: object,
-        target: object,
+        work: Work,
+        output: Any,
+        target: Any,
         loss_fn: Callable[..., Any] | None,
         divisor: float,
-        *,
-        train: bool,
     ) -> LossTerm:
         """Apply the loss function and divide; the result is where the backward will start.
 
         Raises:
             InputError: the loss is not one number that a gradient can start from.
         """
-        with torch.set_grad_enabled(train):
+        with torch.set_grad_enabled(work.train):
             value = output if loss_fn is None else loss_fn(output, target)
-            if isinstance(value, tuple) and len(value) == 1:
-                value = value[0]
-            if not isinstance(value, torch.Tensor) or value.numel() != 1:
-                kind = type(value).__name__
-                shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
-                raise InputError(
-                    f"the loss of microbatch {microbatch} is a {kind}{shape}; it must be a tensor "
-                    "with one element"
-                )
-            value = value.reshape(()) if value.ndim else value
+            value = check_loss(value, work.microbatch)
             scaled = value / divisor
-        if train and scaled.requires_grad:
-            self._graphs[microbatch].roots = [get_gradient_edge(scaled)]
+            root = _multiplied(scaled, work.loss_scale)
+        if work.train and root.requires_grad:
+            self._graphs[work.microbatch].roots = [get_gradient_edge(root)]
         return LossTerm(value.detach(), scaled.detach())
 
-    def backward(self, microbatch: int, gradient: Message | None) -> Message | None:
+    def backward(
+        self, microbatch: int, gradient: Message | None, chained: Mapping[int, Message]
+    ) -> tuple[Message, dict[int, Message]]:
         """Run the whole backward of one microbatch and drop its graph.
 
         Args:
             microbatch: Index of the microbatch.
             gradient: From the next stage, one entry (or None) per output tensor; None on the
                 last stage, where the backward starts from the loss.
+            chained: Stage → its message of gradients of skip values.
 
         Returns:
-            The gradients of the stage's inputs, in the structure of the inputs; None on the
-            first stage.
+            The gradients of the stage's inputs, one entry (or None) per tensor that entered, and
+            for each earlier stage of a skip's chain the gradients that go to it.
         """
         graph = self._graphs.pop(microbatch)
-        starts = self._starts(graph, gradient)
+        starts = [*self._main_starts(graph, gradient), *self._skip_starts(graph, chained)]
+        starts += [(edge, None) for edge in graph.inner]
         if starts:
             torch.autograd.backward([edge for edge, _ in starts], [grad for _, grad in starts])
-        if graph.inputs is None:
-            return None
-        return self._input_gradients(graph.inputs)
+        earlier = {
+            made if index == 0 else used[index - 1]
+            for made, used in self._skips.routes.values()
+            for index, stage in enumerate(used)
+            if stage == self.index
+        }
+        returned = {
+            low: _gradients_of(
+                {name: graph.used[name] for name in self._skips.returned(self.index, low)}
+            )
+            for low in sorted(earlier)
+        }
+        return _gradients_of(graph.inputs), returned
 
-    def _starts(
+    def _main_starts(
         self, graph: _Graph, gradient: Message | None
     ) -> list[tuple[GradientEdge, torch.Tensor | None]]:
         if gradient is None:
             return [(edge, None) for edge in graph.roots if edge is not None]
-        gradients = self._by_output(gradient, len(graph.roots))
+        return self._starts(graph.roots, self._values(gradient))
+
+    def _skip_starts(
+        self, graph: _Graph, chained: Mapping[int, Message]
+    ) -> list[tuple[GradientEdge, torch.Tensor | None]]:
+        starts: list[tuple[GradientEdge, torch.Tensor | None]] = []
+        for message in chained.values():
+            for name, gradients in self._values(message).items():
+                if name in graph.made:
+                    edges = graph.made[name]
+                else:
+                    edges = [slot and slot.edge for slot in graph.used[name]]
+                starts += self._starts(edges, gradients)
+        return starts
+
+    def _values(self, message: Message) -> Any:
+        tensors = [tensor.to(self.device) for tensor in message.tensors]
+        return unflatten(message.layout.spec, tensors)
+
+    def _starts(
+        self, edges: Sequence[GradientEdge | None], gradients: Sequence[torch.Tensor | None]
+    ) -> list[tuple[GradientEdge, torch.Tensor | None]]:
+        if len(edges) != len(gradients):
+            raise InputError(
+                f"stage {self.index} made {len(edges)} tensors and got {len(gradients)} gradients"
+            )
         return [
-            (edge, grad)
-            for edge, grad in zip(graph.roots, gradients, strict=True)
-            if edge is not None and grad is not None
+            (edge, gradient)
+            for edge, gradient in zip(edges, gradients, strict=True)
+            if edge is not None and gradient is not None
         ]
 
-    def _by_output(self, gradient: Message, count: int) -> Sequence[torch.Tensor | None]:
-        tensors = [tensor.to(self.device) for tensor in gradient.tensors]
-        values = unflatten(gradient.layout.spec, tensors)
-        if not isinstance(values, list) or len(values) != count:
-            raise InputError(
-                f"stage {self.index} made {count} output tensors, the next stage returned "
-                f"gradients for {values if not isinstance(values, list) else len(values)}"
-            )
-        return values
 
-    def _input_gradients(self, inputs: Sequence[torch.Tensor | None]) -> Message:
-        gradients = [None if tensor is None else tensor.grad for tensor in inputs]
-        tensors, spec = flatten(gradients, where=f"the gradients of stage {self.index}'s inputs")
-        return make_message(tensors, spec, [False] * len(tensors))
+def check_loss(value: Any, microbatch: int) -> torch.Tensor:
+    """A loss as a tensor without dimensions; a tuple of one is that one.
+
+    Raises:
+        InputError: it is not one tensor with one element.
+    """
+    if isinstance(value, tuple) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        kind = type(value).__name__
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+        raise InputError(
+            f"the loss of microbatch {microbatch} is a {kind}{shape}; it must be a tensor with one "
+            "element"
+        )
+    return value.reshape(()) if value.ndim else value
+
+
+def _multiplied(value: torch.Tensor, scale: float) -> torch.Tensor:
+    return value if scale == 1 else value * scale
+
+
+def _leave(value: Any, where: str, train: bool) -> tuple[Message, list[GradientEdge | None]]:
+    tensors, spec = flatten(value, where=where)
+    flags = [train and tensor.requires_grad for tensor in tensors]
+    edges = [
+        get_gradient_edge(tensor) if flag else None
+        for tensor, flag in zip(tensors, flags, strict=True)
+    ]
+    return make_message(tensors, spec, flags, what=where), edges
+
+
+def _gradients_of(slots: Any) -> Message:
+    """A message of the gradients in slots: a list of them, or a dict of lists."""
+    if isinstance(slots, dict):
+        value: Any = {name: [slot and slot.gradient for slot in one] for name, one in slots.items()}
+    else:
+        value = [slot and slot.gradient for slot in slots]
+    tensors, spec = flatten(value, where="gradients")
+    return make_message(tensors, spec, [False] * len(tensors))

@@ -6,18 +6,22 @@ compared (`settle_call`); both happen before anything is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from stretto.errors import InputError
 from stretto.ir import Schedule
 from stretto.runtime.agreement import require_compatible, require_equal
-from stretto.runtime.batch import count_rows, cut_batch, split_sizes
-from stretto.runtime.executor import StepInput
-
-Rows = int | tuple[int, ...]
-"""Rows of a whole batch, or of each ready-made microbatch."""
+from stretto.runtime.batch import (
+    Rows,
+    count_rows,
+    cut_batch,
+    listed_length,
+    split_sizes,
+    total_rows,
+)
+from stretto.runtime.executor import LossFunction, StepInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +33,10 @@ class StepCall:
     extras: Mapping[str, Any]
     normaliser: float | None
     num_microbatches: int | None
-    return_outputs: bool
+    return_outputs: bool | None
+    return_input_gradients: bool
+    loss_scale: float
+    loss_index: int
     train: bool
 
 
@@ -40,12 +47,12 @@ class Duties:
     Args:
         rank: This rank.
         schedule: The training schedule.
-        loss_fn: The loss function, or None.
+        loss_fns: The loss functions; empty if the last stage's output is the loss.
     """
 
     rank: int
     schedule: Schedule
-    loss_fn: Callable[..., Any] | None
+    loss_fns: Sequence[LossFunction]
 
     @property
     def has_first(self) -> bool:
@@ -63,8 +70,16 @@ class Duties:
         return self.loss_rank == self.rank
 
 
-def check_call(call: StepCall, duties: Duties) -> Mapping[str, Any]:
+def check_call(
+    call: StepCall, duties: Duties, *, is_given: bool = True, needs_all: bool = False
+) -> Mapping[str, Any]:
     """Check what this rank was given.
+
+    Args:
+        call: The arguments.
+        duties: What this rank has to do with the batch.
+        is_given: Whether this rank was given its part; otherwise another rank sends it.
+        needs_all: Whether this rank's batch is that of all ranks.
 
     Returns:
         A note for the other ranks.
@@ -72,14 +87,22 @@ def check_call(call: StepCall, duties: Duties) -> Mapping[str, Any]:
     Raises:
         InputError: something is missing or cannot be cut; nothing was sent yet.
     """
-    _check_needed(call, duties)
+    if is_given:
+        _check_needed(call, duties, needs_all)
     count = duties.schedule.num_microbatches if call.train else call.num_microbatches
     if count is not None and count < 1:
         raise InputError(f"num_microbatches is {count}; a step needs at least 1")
     if call.normaliser is not None and not call.normaliser > 0:
         raise InputError(f"normaliser is {call.normaliser}; it must be a positive number")
+    if not call.loss_scale > 0:
+        raise InputError(f"loss_scale is {call.loss_scale}; it must be a positive number")
+    if call.loss_index not in range(max(1, len(duties.loss_fns))):
+        raise InputError(
+            f"loss_index is {call.loss_index}; there are {len(duties.loss_fns)} loss functions"
+        )
     given = {"inputs": call.inputs, "targets": call.targets, **call.extras}
-    lengths = {name: len(value) for name, value in given.items() if isinstance(value, list)}
+    found = {name: listed_length(value) for name, value in given.items()}
+    lengths = {name: length for name, length in found.items() if length is not None}
     for name, length in lengths.items():
         if count is not None and length != count:
             raise InputError(
@@ -94,7 +117,8 @@ def check_call(call: StepCall, duties: Duties) -> Mapping[str, Any]:
     return {
         "mode": "train" if call.train else "eval",
         "num_microbatches": call.num_microbatches,
-        "return_outputs": call.return_outputs,
+        "returns": [call.return_outputs, call.return_input_gradients],
+        "loss": [call.loss_scale, call.loss_index],
         "normaliser": call.normaliser,
         "has_targets": call.targets is not None,
         "listed": next(iter(lengths.values()), None),
@@ -102,41 +126,36 @@ def check_call(call: StepCall, duties: Duties) -> Mapping[str, Any]:
     }
 
 
-def _check_needed(call: StepCall, duties: Duties) -> None:
-    if duties.has_first and call.inputs is None:
+def _check_needed(call: StepCall, duties: Duties, needs_all: bool) -> None:
+    why = "is the data rank" if needs_all else "owns the first stage"
+    if (duties.has_first or needs_all) and call.inputs is None:
+        raise InputError(f"inputs are missing: rank {duties.rank} {why} and needs the batch")
+    why = "is the data rank" if needs_all else "owns the last stage"
+    is_needed = call.train and bool(duties.loss_fns) and (duties.has_last or needs_all)
+    if is_needed and call.targets is None:
         raise InputError(
-            f"inputs are missing: rank {duties.rank} owns the first stage and needs the batch"
-        )
-    if call.train and duties.has_last and duties.loss_fn is not None and call.targets is None:
-        raise InputError(
-            f"targets are missing: rank {duties.rank} owns the last stage and needs them for the "
-            "loss"
+            f"targets are missing: rank {duties.rank} {why} and needs them for the loss"
         )
 
 
 def _common_rows(given: Mapping[str, Any]) -> Rows | None:
-    known = {name: count_rows(value, name) for name, value in given.items()}
-    known = {name: rows for name, rows in known.items() if rows is not None}
+    counted = {name: count_rows(value, name) for name, value in given.items()}
+    known = {name: rows for name, rows in counted.items() if rows is not None}
+    first = next(iter(known.items()), None)
+    if first is None:
+        return None
     for name, rows in known.items():
         if isinstance(rows, tuple) and 0 in rows:
             raise InputError(
                 f"{name}: microbatch {rows.index(0)} has no rows; each needs at least 1"
             )
-    first = next(iter(known.items()), None)
-    if first is None:
-        return None
-    for name, rows in known.items():
-        if _total(rows) != _total(first[1]):
+        if total_rows(rows) != total_rows(first[1]):
             raise InputError(
-                f"{first[0]} has {_total(first[1])} rows, {name} has {_total(rows)}; they must be "
-                "the same"
+                f"{first[0]} has {total_rows(first[1])} rows, {name} has {total_rows(rows)}; they "
+                "must be the same (mark what is not cut with stretto.whole)"
             )
     # sizes of ready-made microbatches say more than the size of the whole
     return next((rows for rows in known.values() if isinstance(rows, tuple)), first[1])
-
-
-def _total(rows: Rows) -> int:
-    return rows if isinstance(rows, int) else sum(rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +169,11 @@ class Settled:
 
 
 def settle_call(
-    notes: Sequence[Mapping[str, Any]], duties: Duties, microbatch_rows: int | None
+    notes: Sequence[Mapping[str, Any]],
+    duties: Duties,
+    microbatch_rows: int | None,
+    *,
+    data_rank: int | None = None,
 ) -> Settled:
     """Compare the notes of all ranks.
 
@@ -158,13 +181,15 @@ def settle_call(
         notes: From `check_call`, of every rank.
         duties: This rank's duties.
         microbatch_rows: Rows of the largest microbatch of the last training step, if any.
+        data_rank: The rank whose batch is that of all ranks, if there is one.
 
     Raises:
         InputError: the ranks were called differently, or the batch is too small.
     """
     mode = require_equal(notes, "mode", "whether this is a training step or an evaluation")
     require_equal(notes, "num_microbatches", "num_microbatches")
-    require_equal(notes, "return_outputs", "return_outputs")
+    require_equal(notes, "returns", "what the step returns")
+    require_equal(notes, "loss", "loss_scale and loss_index")
     rows = _agreed_rows(notes)
     listed = require_compatible(notes, "listed", "the number of ready-made microbatches")
     if mode == "train":
@@ -173,7 +198,8 @@ def settle_call(
     else:
         count = notes[0]["num_microbatches"] or listed
         count = count or _eval_count(rows, microbatch_rows, duties.schedule.num_microbatches)
-        has_loss = notes[duties.loss_rank]["has_targets"] and duties.loss_fn is not None
+        giver = duties.loss_rank if data_rank is None else data_rank
+        has_loss = bool(notes[giver]["has_targets"] and duties.loss_fns)
     sizes = split_sizes(rows, count) if isinstance(rows, int) else rows
     if sizes is not None and (len(sizes) != count or 0 in sizes):
         raise InputError(
@@ -190,10 +216,10 @@ def _agreed_rows(notes: Sequence[Mapping[str, Any]]) -> Rows | None:
         if note["rows"] is not None
     ]
     for rank, rows in known:
-        if _total(rows) != _total(known[0][1]):
+        if total_rows(rows) != total_rows(known[0][1]):
             raise InputError(
-                f"rank {known[0][0]} was given {_total(known[0][1])} rows, rank {rank} "
-                f"{_total(rows)}; all ranks need the same batch (or None)"
+                f"rank {known[0][0]} was given {total_rows(known[0][1])} rows, rank {rank} "
+                f"{total_rows(rows)}; all ranks need the same batch (or None)"
             )
     detailed = {rows for _, rows in known if isinstance(rows, tuple)}
     if len(detailed) > 1:
@@ -211,38 +237,53 @@ def _eval_count(rows: Rows | None, microbatch_rows: int | None, default: int) ->
     return max(1, -(-rows // microbatch_rows))
 
 
-def cut_call(call: StepCall, settled: Settled, duties: Duties) -> StepInput:
-    """Cut this rank's values into the agreed microbatches."""
+def cut_call(call: StepCall, settled: Settled, duties: Duties, number: int) -> StepInput:
+    """Cut this rank's values into the agreed microbatches; `number` is that of the step."""
     count = settled.num_microbatches
-    inputs = cut_batch(call.inputs, count, "inputs") if duties.has_first else []
+    keep_grad = call.train and call.return_input_gradients
+    inputs: list[Any] = []
+    if duties.has_first:
+        inputs = cut_batch(call.inputs, count, "inputs", keep_grad=keep_grad)
     targets: list[Any] = []
     if duties.has_last and settled.has_loss and call.targets is not None:
         targets = cut_batch(call.targets, count, "targets")
     columns = {name: cut_batch(value, count, name) for name, value in call.extras.items()}
+    keep_outputs = call.return_outputs
+    if keep_outputs is None:  # an evaluation without a loss is for its outputs
+        keep_outputs = not call.train and not settled.has_loss
     return StepInput(
+        number=number,
         inputs=inputs,
         targets=targets,
         extras=[
             {name: pieces[index] for name, pieces in columns.items()} for index in range(count)
         ],
         divisors=loss_divisors(settled),
-        loss_fn=duties.loss_fn,
+        row_divisors=row_divisors(settled),
+        loss_scale=call.loss_scale,
+        loss_fns=duties.loss_fns,
+        loss_index=call.loss_index,
         has_loss=settled.has_loss,
-        keep_outputs=call.return_outputs and duties.has_last,
+        keep_outputs=keep_outputs and duties.has_last,
+        keep_input_gradients=keep_grad and duties.has_first,
         train=call.train,
     )
 
 
 def loss_divisors(settled: Settled) -> tuple[float, ...]:
-    """What each microbatch's loss is divided by before its backward.
-
-    The normaliser, if there is one. Otherwise N / n_i for a microbatch of n_i of N rows, which is
-    exactly the number of microbatches where all are equal.
-    """
-    count = settled.num_microbatches
+    """What each microbatch's loss is divided by before its backward: the normaliser, if any."""
     if settled.normaliser is not None:
-        return (settled.normaliser,) * count
+        return (settled.normaliser,) * settled.num_microbatches
+    return row_divisors(settled)
+
+
+def row_divisors(settled: Settled) -> tuple[float, ...]:
+    """What a mean over each microbatch's rows is divided by to add up to the batch's.
+
+    N / n_i for a microbatch of n_i of N rows, which is exactly the number of microbatches where
+    all are equal.
+    """
     if settled.sizes is None:
-        return (float(count),) * count
+        return (float(settled.num_microbatches),) * settled.num_microbatches
     total = sum(settled.sizes)
     return tuple(total / size for size in settled.sizes)

@@ -111,6 +111,8 @@ def _build_class(spec: Spec, leaves: Iterator[torch.Tensor | None]) -> Any:
     kind = _find_class(spec[1])
     if spec[0] == "namedtuple":
         return kind(*(_build(child, leaves) for child in spec[2]))
+    if issubclass(kind, dict):  # a mapping that is a dataclass, as some model outputs are
+        return kind(**{k: _build(c, leaves) for k, c in zip(spec[2], spec[3], strict=True)})
     value = object.__new__(kind)
     for name, child in zip(spec[2], spec[3], strict=True):
         object.__setattr__(value, name, _build(child, leaves))

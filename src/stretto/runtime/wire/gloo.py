@@ -17,8 +17,9 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,9 @@ from stretto.runtime.wire.message import (
     unpack,
 )
 from stretto.runtime.wire.transport import Pending
+
+_Gloo: TypeAlias = Any
+"""A `dist.ProcessGroupGloo`; torch's stub of it leaves out the methods it has."""
 
 _HEADER = struct.Struct("<4sIIIQQ")  # magic, stage, microbatch, layout bytes, frame bytes, number
 _MAGIC = b"strt"
@@ -60,7 +64,8 @@ class GlooGroup:
             )
         self.rank = ranks.index(dist.get_rank())
         self.num_ranks = len(ranks)
-        self._group: dist.ProcessGroupGloo | None = _make_group(ranks, self.rank, timeout_s)
+        self._group: _Gloo | None = _make_group(ranks, self.rank, timeout_s)
+        self.compute_lock = nullcontext()
         self._transport: GlooTransport | None = None
 
     def connect(self, channels: Sequence[Channel]) -> GlooTransport:
@@ -78,7 +83,22 @@ class GlooGroup:
             blobs = self._gather_slots(group, payload, longest + _LENGTH.size)
         return [blob[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(blob)[0]] for blob in blobs]
 
-    def _gather_slots(self, group: dist.ProcessGroupGloo, payload: bytes, size: int) -> list[bytes]:
+    def broadcast(self, payload: bytes | None, source: int) -> bytes:
+        """What the source rank gives: its length, then its bytes."""
+        group = self._require_group()
+        length = torch.tensor([0 if payload is None else len(payload)])
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        try:
+            group.broadcast([length], options).wait()
+            blob = bytearray(payload) if payload is not None else bytearray(int(length))
+            data = torch.frombuffer(blob or bytearray(1), dtype=torch.uint8)
+            group.broadcast([data], options).wait()
+        except RuntimeError as error:
+            raise TransportError(f"rank {source}'s batch did not arrive: {error}") from error
+        return bytes(blob)
+
+    def _gather_slots(self, group: _Gloo, payload: bytes, size: int) -> list[bytes]:
         room = payload[: size - _LENGTH.size]
         blob = bytearray(_LENGTH.pack(len(payload)) + room).ljust(size, b"\0")
         mine = torch.frombuffer(blob, dtype=torch.uint8)
@@ -89,7 +109,7 @@ class GlooGroup:
             raise TransportError(f"the ranks could not exchange their state: {error}") from error
         return [one.numpy().tobytes() for one in everyone]
 
-    def _require_group(self) -> dist.ProcessGroupGloo:
+    def _require_group(self) -> _Gloo:
         if self._group is None:
             raise TransportError("the pipeline's group is closed")
         return self._group
@@ -105,7 +125,7 @@ class GlooGroup:
             transport.close()
 
 
-def _make_group(ranks: Sequence[int], rank: int, timeout_s: float) -> dist.ProcessGroupGloo:
+def _make_group(ranks: Sequence[int], rank: int, timeout_s: float) -> _Gloo:
     """A gloo group for one engine, met over the store of the default group.
 
     Every engine of the same ranks meets under a number of its own. (`dist.new_group` with local
@@ -121,7 +141,7 @@ def _make_group(ranks: Sequence[int], rank: int, timeout_s: float) -> dist.Proce
 class GlooTransport:
     """Messages between processes, one thread per channel."""
 
-    def __init__(self, group: dist.ProcessGroupGloo, rank: int, channels: Sequence[Channel]) -> None:
+    def __init__(self, group: _Gloo, rank: int, channels: Sequence[Channel]) -> None:
         self._metadata_count = 0
         self._senders = {
             channel: _Sender(group, channel) for channel in channels if channel.source == rank
@@ -132,6 +152,7 @@ class GlooTransport:
 
     def send(self, channel: Channel, action: Action, message: Message) -> Pending:
         """Fill the frame and hand it to the channel's thread."""
+        message.check_unchanged()
         sender = self._senders[channel]
         pending, is_new = sender.send(action, message)
         self._metadata_count += is_new
@@ -163,9 +184,9 @@ class _Parcel(NamedTuple):
 class _Worker:
     """A thread that does the waiting of one channel."""
 
-    def __init__(self, group: dist.ProcessGroupGloo, channel: Channel, peer: int) -> None:
+    def __init__(self, group: _Gloo, channel: Channel, peer: int) -> None:
         self.jobs: queue.SimpleQueue[_Parcel | Pending | None] = queue.SimpleQueue()
-        self._group: dist.ProcessGroupGloo | None = group
+        self._group: _Gloo | None = group
         self._channel = channel
         self._peer = peer
         self._tag = _TAGS[channel.direction]
@@ -194,7 +215,7 @@ class _Worker:
 
 
 class _Sender(_Worker):
-    def __init__(self, group: dist.ProcessGroupGloo, channel: Channel) -> None:
+    def __init__(self, group: _Gloo, channel: Channel) -> None:
         self._known: dict[int, Layout] = {}
         self._count = 0
         super().__init__(group, channel, channel.target)
@@ -233,7 +254,7 @@ class _Sender(_Worker):
 
 
 class _Receiver(_Worker):
-    def __init__(self, group: dist.ProcessGroupGloo, channel: Channel) -> None:
+    def __init__(self, group: _Gloo, channel: Channel) -> None:
         self._known: dict[int, Layout] = {}
         super().__init__(group, channel, channel.source)
 

@@ -39,6 +39,8 @@ class InProcessHub:
         self.rule = rule
         self.timeout_s = timeout_s
         self.failure: tuple[int, BaseException] | None = None
+        self.compute_lock = threading.RLock()
+        """Threads share the default random generator, so only one rank computes at a time."""
         self._lock = threading.Condition()
         self._rounds: list[dict[int, bytes]] = []
         self._entered = [0] * num_ranks
@@ -110,6 +112,7 @@ class InProcessGroup:
         self.hub = hub
         self.rank = rank
         self.num_ranks = hub.num_ranks
+        self.compute_lock = hub.compute_lock
 
     def connect(self, channels: Sequence[Channel]) -> InProcessTransport:
         """Streams of their own for every engine, in the order the engines are made."""
@@ -120,6 +123,10 @@ class InProcessGroup:
     def gather(self, payload: bytes) -> list[bytes]:
         """Exchange a few bytes with the other threads."""
         return self.hub.gather(self.rank, payload)
+
+    def broadcast(self, payload: bytes | None, source: int) -> bytes:
+        """What the source thread gives."""
+        return self.hub.gather(self.rank, payload or b"")[source]
 
     def abort(self, error: BaseException) -> None:
         """Wake the other threads with this reason."""
@@ -144,6 +151,7 @@ class InProcessTransport:
         if self._last_layout.get(edge) != message.layout:
             self._last_layout[edge] = message.layout
             self._metadata_count += 1
+        message.check_unchanged()
         copied = Message(message.layout, tuple(snapshot(tensor) for tensor in message.tensors))
         pending = Pending(action, channel)
         self._streams[channel].add_send(pending, copied, eager=self._hub.rule == "buffered")

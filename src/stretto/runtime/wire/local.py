@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from stretto.ir import Action, Channel
 from stretto.runtime.wire.message import Message
@@ -14,6 +15,7 @@ class LocalGroup:
 
     rank = 0
     num_ranks = 1
+    compute_lock = nullcontext()
 
     def connect(self, channels: Sequence[Channel]) -> LocalGroup:
         """Itself: there are no channels."""
@@ -23,6 +25,11 @@ class LocalGroup:
     def gather(self, payload: bytes) -> list[bytes]:
         """The payload alone."""
         return [payload]
+
+    def broadcast(self, payload: bytes | None, source: int) -> bytes:
+        """The payload itself."""
+        assert payload is not None and source == 0
+        return payload
 
     def send(self, channel: Channel, action: Action, message: Message) -> Pending:
         """Never called: edges inside a rank do not use the transport."""

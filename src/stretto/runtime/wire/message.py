@@ -40,14 +40,40 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Tensors detached from any graph, and the layout to build the value again."""
+    """Tensors detached from any graph, and the layout to build the value again.
+
+    Args:
+        layout: Structure, and how each tensor lies in memory.
+        tensors: The tensors; until they are sent they share memory with the sender's.
+        what: What the message holds, for errors.
+        versions: How often each tensor had been changed in place when the message was made.
+    """
 
     layout: Layout
     tensors: tuple[torch.Tensor, ...]
+    what: str = "a message"
+    versions: tuple[int, ...] = ()
+
+    def check_unchanged(self) -> None:
+        """Refuse a message whose tensors were changed in place after it was made.
+
+        Raises:
+            InputError: one was; what was meant is lost.
+        """
+        for tensor, version in zip(self.tensors, self.versions, strict=False):
+            if not tensor.is_inference() and tensor._version != version:
+                raise InputError(
+                    f"{self.what} was changed in place after it was returned and before it was "
+                    "used; return a fresh tensor"
+                )
 
 
 def make_message(
-    tensors: Sequence[torch.Tensor], spec: Spec, requires_grad: Sequence[bool]
+    tensors: Sequence[torch.Tensor],
+    spec: Spec,
+    requires_grad: Sequence[bool],
+    *,
+    what: str = "a message",
 ) -> Message:
     """Wrap flattened tensors; they are detached, and copied only where elements share memory.
 
@@ -58,7 +84,8 @@ def make_message(
     layouts = tuple(
         layout_of(tensor, flag) for tensor, flag in zip(plain, requires_grad, strict=True)
     )
-    return Message(Layout(spec, layouts), plain)
+    versions = tuple(0 if tensor.is_inference() else tensor._version for tensor in plain)
+    return Message(Layout(spec, layouts), plain, what, versions)
 
 
 def layout_of(tensor: torch.Tensor, requires_grad: bool) -> TensorLayout:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from stretto.errors import ExecutionError, TransportError
 from stretto.ir import Action, Channel
@@ -104,12 +105,21 @@ class Group(Protocol):
         """Number of ranks of the pipeline."""
         ...
 
+    @property
+    def compute_lock(self) -> AbstractContextManager[Any]:
+        """Held while a rank runs user code; does nothing where ranks are processes."""
+        ...
+
     def connect(self, channels: Sequence[Channel]) -> Transport:
         """Make a transport for these channels; called once, on every rank."""
         ...
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Exchange a few bytes: every rank gets every rank's, in rank order."""
+        ...
+
+    def broadcast(self, payload: bytes | None, source: int) -> bytes:
+        """Every rank gets what the source rank gives; the others give None."""
         ...
 
     def abort(self, error: BaseException) -> None:
