@@ -198,14 +198,20 @@ def transfer_of(value: Value, schedule: Schedule) -> tuple[Action, Action] | Non
     return Action(s, send, m, target), Action(other, receive, m, peer)
 
 
-def channel_of(action: Action, schedule: Schedule) -> Channel:
-    """The channel of a SEND or RECV, by where the schedule's placement puts both stages."""
+def edge_of(action: Action) -> tuple[int, int]:
+    """From which stage to which a SEND or RECV carries its value."""
     value = carried(action)
     if value is None:
         raise ValueError(f"{action} is no transfer")
-    s, m = value.stage, value.microbatch
-    is_output = value.kind is ValueKind.OUTPUT
-    other = (s + 1 if is_output else s - 1) if value.target is None else value.target
+    if value.target is not None:
+        return value.stage, value.target
+    return value.stage, value.stage + (1 if value.kind is ValueKind.OUTPUT else -1)
+
+
+def channel_of(action: Action, schedule: Schedule) -> Channel:
+    """The channel of a SEND or RECV, by where the schedule's placement puts both stages."""
     last = schedule.num_stages - 1  # a message past the ends has no channel: verify rejects it
-    s, other = min(max(s, 0), last), min(max(other, 0), last)
-    return Channel(schedule.rank_of(s, m), schedule.rank_of(other, m), "F" if is_output else "B")
+    source, target = (min(max(stage, 0), last) for stage in edge_of(action))
+    direction = "F" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "B"
+    m = action.microbatch
+    return Channel(schedule.rank_of(source, m), schedule.rank_of(target, m), direction)

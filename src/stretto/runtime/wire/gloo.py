@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.errors import InputError, TransportError
-from stretto.ir import Action, Channel
+from stretto.ir import Action, Channel, edge_of
 from stretto.runtime.wire.message import (
     ALIGNMENT,
     Layout,
@@ -41,7 +41,7 @@ from stretto.runtime.wire.transport import Pending
 _Gloo: TypeAlias = Any
 """A `dist.ProcessGroupGloo`; torch's stub of it leaves out the methods it has."""
 
-_HEADER = struct.Struct("<4sIIIQQ")  # magic, stage, microbatch, layout bytes, frame bytes, number
+_HEADER = struct.Struct("<4sIIIQ")  # magic, from stage, to stage, microbatch, bytes of a layout
 _MAGIC = b"strt"
 _TAGS = {"F": 1, "B": 2}
 _SLOT_BYTES = 1024
@@ -216,19 +216,19 @@ class _Worker:
 
 class _Sender(_Worker):
     def __init__(self, group: _Gloo, channel: Channel) -> None:
-        self._known: dict[int, Layout] = {}
-        self._count = 0
+        self._known: dict[tuple[int, int], Layout] = {}
         super().__init__(group, channel, channel.target)
 
     def send(self, action: Action, message: Message) -> tuple[Pending, bool]:
-        known = self._known.get(action.stage)
+        edge = edge_of(action)
+        known = self._known.get(edge)
         is_new = known != message.layout
         pending = Pending(action, self._channel)
         frame = self._frame(action, message.layout, b"")
         pack(message, frame, ALIGNMENT)
         frames = (frame,)
         if is_new:
-            self._known[action.stage] = message.layout
+            self._known[edge] = message.layout
             layout_bytes = encode_layout(message.layout)
             announcement = self._frame(action, known, layout_bytes)
             layout = torch.frombuffer(bytearray(layout_bytes), dtype=torch.uint8)
@@ -239,11 +239,8 @@ class _Sender(_Worker):
     def _frame(self, action: Action, layout: Layout | None, announces: bytes) -> torch.Tensor:
         size = _frame_bytes(layout)
         frame = torch.empty(size, dtype=torch.uint8)
-        header = _HEADER.pack(
-            _MAGIC, action.stage, action.microbatch, len(announces), size, self._count
-        )
+        header = _HEADER.pack(_MAGIC, *edge_of(action), action.microbatch, len(announces))
         frame[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        self._count += 1
         return frame
 
     def _work(self, job: _Parcel | Pending) -> None:
@@ -255,18 +252,18 @@ class _Sender(_Worker):
 
 class _Receiver(_Worker):
     def __init__(self, group: _Gloo, channel: Channel) -> None:
-        self._known: dict[int, Layout] = {}
+        self._known: dict[tuple[int, int], Layout] = {}
         super().__init__(group, channel, channel.source)
 
     def _work(self, job: _Parcel | Pending) -> None:
         assert isinstance(job, Pending)
-        stage = job.action.stage
-        layout = self._known.get(stage)
+        edge = edge_of(job.action)
+        layout = self._known.get(edge)
         frame = self._receive(_frame_bytes(layout))
         layout_bytes = self._check(frame, job.action)
         if layout_bytes:
             layout = decode_layout(self._receive(layout_bytes).numpy().tobytes())
-            self._known[stage] = layout
+            self._known[edge] = layout
             frame = self._receive(_frame_bytes(layout))
             self._check(frame, job.action)
         assert layout is not None
@@ -281,12 +278,12 @@ class _Receiver(_Worker):
     def _check(self, frame: torch.Tensor, action: Action) -> int:
         """The number of layout bytes that follow; refuses a frame that is not the planned one."""
         header = frame[: _HEADER.size].numpy().tobytes()
-        magic, stage, microbatch, layout_bytes, _, _ = _HEADER.unpack(header)
-        step = 1 if self._channel.direction == "F" else -1
-        if magic != _MAGIC or (stage + step, microbatch) != (action.stage, action.microbatch):
+        magic, source, target, microbatch, layout_bytes = _HEADER.unpack(header)
+        expected = (*edge_of(action), action.microbatch)
+        if magic != _MAGIC or (source, target, microbatch) != expected:
             raise TransportError(
-                f"{action} on channel {self._channel} got the message of stage {stage}, "
-                f"microbatch {microbatch}; both ranks must run the same schedule",
+                f"{action} on channel {self._channel} got a message from stage {source} to stage "
+                f"{target} for microbatch {microbatch}; both ranks must run the same schedule",
                 action=str(action),
             )
         return layout_bytes

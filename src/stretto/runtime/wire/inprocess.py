@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from stretto.errors import ExecutionError, InputError, RemoteError, TransportError
-from stretto.ir import Action, Channel
+from stretto.ir import Action, Channel, edge_of
 from stretto.runtime.wire.message import Message, snapshot
 from stretto.runtime.wire.transport import Pending
 
@@ -142,12 +142,12 @@ class InProcessTransport:
     def __init__(self, streams: dict[Channel, _Stream], hub: InProcessHub) -> None:
         self._streams = streams
         self._hub = hub
-        self._last_layout: dict[tuple[int, str], object] = {}
+        self._last_layout: dict[tuple[str, int, int], object] = {}
         self._metadata_count = 0
 
     def send(self, channel: Channel, action: Action, message: Message) -> Pending:
         """Copy the message and put it on the channel; under `blocking`, wait for its receiver."""
-        edge = (action.stage, action.kind.value)
+        edge = (channel.direction, *edge_of(action))
         if self._last_layout.get(edge) != message.layout:
             self._last_layout[edge] = message.layout
             self._metadata_count += 1

@@ -3,7 +3,9 @@
 A message is a nested value: tensors plus a spec. Its `Layout` (structure, and dtype, shape,
 strides and need of gradient per tensor) travels only when it differs from the last one on the
 same edge; both ends remember it. Tensors keep their exact strides, since kernels may give other
-bits for other strides: dense ones are copied in memory order, others packed and spread again.
+bits for other strides: dense ones are copied in memory order, others packed and spread again. They
+keep their place within a vector register's width, too: matrix products of some libraries give other
+bits at addresses that are not multiples of 16, as those of a slice may be.
 """
 
 from __future__ import annotations
@@ -23,12 +25,17 @@ ALIGNMENT = 64
 
 
 class TensorLayout(NamedTuple):
-    """How one tensor lies in memory and whether a gradient comes back for it."""
+    """How one tensor lies in memory and whether a gradient comes back for it.
+
+    `shift` is its address modulo ALIGNMENT, in bytes; 0 for dtypes that no vector kernel computes
+    with, so that slices of masks and indices do not count as changed.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     requires_grad: bool
+    shift: int
 
 
 class Layout(NamedTuple):
@@ -90,7 +97,14 @@ def make_message(
 
 def layout_of(tensor: torch.Tensor, requires_grad: bool) -> TensorLayout:
     """How a tensor lies in memory."""
-    return TensorLayout(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), requires_grad)
+    shift = 0
+    if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+        shift = tensor.data_ptr() % ALIGNMENT
+    if shift % tensor.element_size():
+        shift = 0
+    return TensorLayout(
+        tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), requires_grad, shift
+    )
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,7 +120,13 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def encode_layout(layout: Layout) -> bytes:
     """The layout as bytes (JSON)."""
     tensors = [
-        [str(one.dtype).removeprefix("torch."), one.shape, one.strides, one.requires_grad]
+        [
+            str(one.dtype).removeprefix("torch."),
+            one.shape,
+            one.strides,
+            one.requires_grad,
+            one.shift,
+        ]
         for one in layout.tensors
     ]
     return json.dumps([spec_to_json(layout.spec), tensors]).encode()
@@ -117,8 +137,8 @@ def decode_layout(data: bytes) -> Layout:
     try:
         spec, tensors = json.loads(data)
         layouts = tuple(
-            TensorLayout(_dtype(name), tuple(shape), tuple(strides), bool(flag))
-            for name, shape, strides, flag in tensors
+            TensorLayout(_dtype(name), tuple(shape), tuple(strides), bool(flag), int(shift))
+            for name, shape, strides, flag, shift in tensors
         )
         return Layout(spec_from_json(spec), layouts)
     except (ValueError, TypeError) as error:
@@ -134,14 +154,14 @@ def _dtype(name: str) -> torch.dtype:
 
 def payload_bytes(layout: Layout) -> int:
     """Bytes the tensors of a message take in a frame."""
-    return sum(_aligned(_packed_bytes(one)) for one in layout.tensors)
+    return sum(_room(one) for one in layout.tensors)
 
 
 def pack(message: Message, frame: torch.Tensor, offset: int) -> None:
     """Copy the tensors into a byte tensor from `offset` on (a multiple of ALIGNMENT)."""
     for tensor, layout in zip(message.tensors, message.layout.tensors, strict=True):
         _slot(frame, offset, layout).copy_(_collapse(tensor))
-        offset += _aligned(_packed_bytes(layout))
+        offset += _room(layout)
 
 
 def unpack(layout: Layout, frame: torch.Tensor, offset: int) -> tuple[torch.Tensor, ...]:
@@ -154,7 +174,7 @@ def unpack(layout: Layout, frame: torch.Tensor, offset: int) -> tuple[torch.Tens
     for one in layout.tensors:
         slot = _slot(frame, offset, one)
         tensors.append(slot if tuple(slot.stride()) == one.strides else _spread(slot, one))
-        offset += _aligned(_packed_bytes(one))
+        offset += _room(one)
     return tuple(tensors)
 
 
@@ -163,8 +183,9 @@ def snapshot(tensor: torch.Tensor) -> torch.Tensor:
     return _spread(_collapse(tensor), layout_of(tensor, requires_grad=False))
 
 
-def _aligned(count: int) -> int:
-    return -(-count // ALIGNMENT) * ALIGNMENT
+def _room(layout: TensorLayout) -> int:
+    """Bytes of a frame that a tensor takes, with its shift, up to the next multiple."""
+    return -(-(layout.shift + _packed_bytes(layout)) // ALIGNMENT) * ALIGNMENT
 
 
 def _collapsed_shape(layout: TensorLayout) -> tuple[int, ...]:
@@ -193,13 +214,19 @@ def _slot(frame: torch.Tensor, offset: int, layout: TensorLayout) -> torch.Tenso
     """A tensor over the frame's bytes: in the layout's own strides if these are dense."""
     shape = _collapsed_shape(layout)
     strides = layout.strides if _is_dense(layout) else _contiguous_strides(shape)
-    start = offset // layout.dtype.itemsize
+    start = (offset + layout.shift) // layout.dtype.itemsize
     empty = torch.empty(0, dtype=layout.dtype)
     return empty.set_(frame.untyped_storage(), start, shape, strides)
 
 
 def _spread(packed: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
-    fresh = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype)
+    reach = 1 + sum(
+        stride * (size - 1) for stride, size in zip(layout.strides, layout.shape, strict=True)
+    )
+    shift = layout.shift // layout.dtype.itemsize
+    memory = torch.empty(shift + max(reach, 0), dtype=layout.dtype)
+    fresh = torch.empty(0, dtype=layout.dtype)
+    fresh.set_(memory.untyped_storage(), shift, layout.shape, layout.strides)
     _collapse(fresh).copy_(packed)
     return fresh
 
