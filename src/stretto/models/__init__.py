@@ -5,8 +5,10 @@ from stretto.models.partition import by_class, by_starts, by_weights
 from stretto.models.specs import LayerSpec, SharedSpec
 from stretto.models.split import Partition, build, describe_split, partition, split
 from stretto.models.stage import Stage
+from stretto.models.whole import LayerRange, whole_model
 
 __all__ = [
+    "LayerRange",
     "LayerSpec",
     "Partition",
     "SharedSpec",
@@ -19,4 +21,5 @@ __all__ = [
     "gpt_layers",
     "partition",
     "split",
+    "whole_model",
 ]

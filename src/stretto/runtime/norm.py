@@ -27,10 +27,12 @@ def unique_parameters(
     seen: set[int] = set()
     found: list[tuple[NormKey, torch.nn.Parameter]] = []
     for stage in sorted(stages):
+        # a stage that is a part of one whole module counts in the order of that module
+        counted: int = getattr(stages[stage], "parameter_stage", stage)
         for position, parameter in enumerate(stages[stage].parameters()):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                found.append(((stage, position), parameter))
+                found.append(((counted, position), parameter))
     return found
 
 
