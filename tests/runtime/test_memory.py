@@ -68,10 +68,11 @@ def count_live(rank: int, group: Any, schedule: Schedule) -> tuple[int, int, int
     activations, boundary = Counter(), Counter()
     leave, backward = StageRunner.leave, StageRunner.backward
 
-    def spy(message: Message | None) -> Message | None:
-        for tensor in () if message is None else message.tensors:
-            boundary.add(tensor)
-        return message
+    def spy(answer: tuple[Message, dict[int, Message]]) -> tuple[Message, dict[int, Message]]:
+        for message in (answer[0], *answer[1].values()):
+            for tensor in message.tensors:
+                boundary.add(tensor)
+        return answer
 
     stages = {stage: CountedStage(activations) for stage in schedule.placement.stages_of(rank)}
     engine = Engine(stages, schedule, loss_fn=nn.functional.mse_loss, group=group)

@@ -52,3 +52,25 @@ Action(stage=1, kind=F, microbatch=1), Action(stage=1, kind=B, microbatch=1))
         if option not in options:
             raise InputError(f"{name} needs {option}; give a whole number of at least 1")
     return generator(num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
+
+
+_COMMON = ("num_ranks", "num_microbatches")
+
+
+def _names() -> str:
+    return ", ".join(GENERATORS)
+
+
+def _meant(name: str) -> str:
+    close = difflib.get_close_matches(name.lower().replace("-", "_"), GENERATORS, n=1)
+    guess = _ALSO_CALLED.get(name.lower(), close[0] if close else None)
+    return "" if guess is None else f" (did you mean {guess!r}?)"
+
+
+def _remedy(option: str) -> str:
+    takers = [
+        name
+        for name, generator in GENERATORS.items()
+        if option in inspect.signature(generator).parameters
+    ]
+    return f"leave it out, or take {' or '.join(takers)}" if takers else "no schedule takes it"

@@ -1,0 +1,8 @@
+"""Proof before run: what is wrong with a schedule, and how much memory it takes."""
+
+from stretto.verify.deadlock import Wait, find_deadlock
+from stretto.verify.memory import peak_memory
+from stretto.verify.proof import verify
+from stretto.verify.violation import Rule, Transport, Violation
+
+__all__ = ["Rule", "Transport", "Violation", "Wait", "find_deadlock", "peak_memory", "verify"]
