@@ -91,7 +91,7 @@ class Action:
 
     def __repr__(self) -> str:
         peer = "" if self.peer is None else f", peer={self.peer}"
-        return f"Action(stage={self.stage}, kind={self.kind}, microbatch={self.microbatch}{peer})"
+        return f"Action(stage={self.stage}, kind={self.kind!r}, microbatch={self.microbatch}{peer})"
 
 
 @dataclass(frozen=True, slots=True)

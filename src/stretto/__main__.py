@@ -1,0 +1,5 @@
+"""`python -m stretto`."""
+
+from stretto.cli import main
+
+main()
