@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from reference import gradients_of, same_bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from reference import gradients_of, same_bits
 from stretto.ir import Action, Kind, Placement, Schedule, gives, loop, needs
 from stretto.ir.calling import WithSkips
 from stretto.ir.placement import custom, v

@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "cli": EVERYTHING,
     "testing": BELOW_4 | {"train", ROOT},
     "compat": BELOW_4 | {"train", ROOT},
+    "__main__": frozenset({"cli"}),
     ROOT: EVERYTHING,
 }
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from reference import gradients_of, plain_step, same_bits, toy_batch, toy_layers
 from torch import nn
 
+from reference import gradients_of, plain_step, same_bits, toy_batch, toy_layers
 from stretto.errors import InputError
 from stretto.ir.placement import v
 from stretto.models import whole_model
@@ -73,5 +73,5 @@ def test_stages_of_a_whole_module_cover_its_layers() -> None:
 
 def test_a_module_that_takes_no_range_is_refused() -> None:
     """The error names the keyword that is missing."""
-    with pytest.raises(InputError, match="Linear.forward takes no 'layer_range'"):
+    with pytest.raises(InputError, match=r"Linear\.forward takes no 'layer_range'"):
         whole_model(nn.Linear(4, 4), v(num_ranks=1), rank=0, num_layers=2)

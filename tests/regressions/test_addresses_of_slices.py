@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from reference import same_bits
 from torch import nn
 
+from reference import same_bits
 from stretto.runtime import Engine
 from stretto.schedules import one_f_one_b
 from stretto.testing import run_ranks

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from reference import toy_batch, toy_layers
 from torch import distributed as dist
 from torch import nn
 
+from reference import toy_batch, toy_layers
 from stretto.models import split
 from stretto.runtime import Engine
 from stretto.schedules import one_f_one_b

@@ -8,8 +8,8 @@ families, and random orders on random placements.
 from __future__ import annotations
 
 import pytest
-from random_pipelines import run_cases
 
+from random_pipelines import run_cases
 from stretto.testing import run_ranks
 
 
