@@ -24,7 +24,8 @@ def verify(
 ) -> tuple[Violation, ...]:
     """Everything that is wrong with a schedule; nothing, if it is proved.
 
-    A schedule without transfers is checked, and then the program that `lower` makes of it.
+    A schedule without transfers is checked, and then the program that `lower` makes of it; one
+    with transfers as it is.
 
     Args:
         schedule: Lowered or not.
@@ -48,7 +49,7 @@ def verify(
     if not found:
         found += _circle(compute_only(schedule))
     if not found:
-        program = lower(schedule)
+        program = schedule if schedule.is_lowered else lower(schedule)
         found += [*find_bad_transfers(program), *find_bad_frees(program)]
         if schedule.is_lowered and not found:
             found += find_disorder(program, lowered=True)

@@ -1,0 +1,99 @@
+"""Lowering: transfers in order of production, receives ahead, frees behind sends."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto.errors import InputError, ScheduleError
+from stretto.ir import compute_only
+from stretto.ir.placement import loop
+from stretto.ir.text import format_orders, parse_orders
+from stretto.passes import add_comms, add_frees, bubble_slots, forward_part, lower
+from stretto.schedules import build
+
+SMALL = parse_orders("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
+
+
+def rows(schedule: object) -> list[str]:
+    """One line of printed actions per rank."""
+    return format_orders(schedule).splitlines()  # type: ignore[arg-type]  # reason: always a schedule
+
+
+def test_transfers_stand_where_they_are_produced() -> None:
+    """A SEND right behind its value; the RECV where the receiver is by then."""
+    assert rows(add_comms(SMALL, ahead=0)) == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1".replace(
+            "1RECV_F0 1F0 1RECV_F1 1B0", "1RECV_F0 1RECV_F1 1F0 1B0"
+        ),
+    ]
+
+
+def test_receives_move_ahead_within_their_channel() -> None:
+    """By default one compute item earlier, never past another receive of the channel."""
+    for ahead in (1, 2, 5):
+        lowered = add_comms(build("one_f_one_b", num_ranks=4, num_microbatches=8), ahead=ahead)
+        for order in lowered.ranks:
+            for kind in ("RECV_F", "RECV_B"):
+                numbers = [item.microbatch for item in order if item.kind.value == kind]  # type: ignore[union-attr]  # reason: single actions only
+                assert numbers == sorted(numbers)
+        assert compute_only(lowered) == build("one_f_one_b", num_ranks=4, num_microbatches=8)
+
+
+def test_frees_stand_behind_their_sends() -> None:
+    """Every sent value is given up at once; a second run of the pass is refused."""
+    lowered = add_frees(add_comms(SMALL, ahead=0))
+    for order in lowered.ranks:
+        texts = [str(item) for item in order]
+        for text in texts:
+            if "SEND" in text:
+                assert texts[texts.index(text) + 1] == text.replace("SEND", "FREE")
+    with pytest.raises(InputError, match="has 0FREE_F0 already"):
+        add_frees(lowered)
+    with pytest.raises(InputError, match="has transfers already"):
+        add_comms(lowered)
+    with pytest.raises(InputError, match="ahead is -1"):
+        add_comms(SMALL, ahead=-1)
+
+
+def test_lowering_twice_changes_nothing_and_pairs_become_halves() -> None:
+    """A lowered schedule is taken as it is; a pair's forward is sent before its backward."""
+    assert lower(lower(SMALL)) == lower(SMALL)
+    paired = parse_orders("0F0 (0F1;0B0)OVERLAP_F_B 0B1\n1F0 1B0 1F1 1B1")
+    texts = rows(lower(paired))[0].split()
+    assert texts.index("0SEND_F1") < texts.index("0B0")
+
+
+def test_orders_that_wait_for_ever_cannot_be_lowered() -> None:
+    """The error names where and for what."""
+    circle = parse_orders("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0", placement=loop(num_ranks=2))
+    with pytest.raises(ScheduleError, match="rank 0, position 1: 0B0 waits for ever for the grad"):
+        lower(circle)
+
+
+def test_edges_inside_a_rank_have_no_transfers() -> None:
+    """With one rank nothing is sent, whatever the number of stages."""
+    one = build("looped_bfs", num_ranks=1, num_microbatches=3, stages_per_rank=3)
+    assert lower(one) == one
+
+
+def test_forward_parts_go_in_groups_of_ranks() -> None:
+    """Groups of p pass one stage before the next; a short last group runs its own number."""
+    schedule = build("interleaved_1f1b", num_ranks=2, num_microbatches=4, stages_per_rank=2)
+    assert rows(forward_part(schedule, 3)) == [
+        "0F0 0F1 2F0 2F1 0F2 2F2",
+        "1F0 1F1 3F0 3F1 1F2 3F2",
+    ]
+    with pytest.raises(InputError, match="num_microbatches is 0"):
+        forward_part(schedule, 0)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("p", [1, 2, 4, 5])
+def test_every_rank_has_2p_minus_2_bubbles(name: str, p: int) -> None:
+    """r before its first item, r behind its last, the rest between."""
+    slots = bubble_slots(build(name, num_ranks=p, num_microbatches=7))
+    assert [len(mine) for mine in slots] == [2 * p - 2] * p
+    for rank, mine in enumerate(slots):
+        assert mine.count(0) == mine.count(14) == rank
+        assert list(mine) == sorted(mine)
