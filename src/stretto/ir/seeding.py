@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+
+GENERATOR_LOCK = threading.RLock()
+"""Held by whoever seeds the process's default random generator, until it is as it was.
+
+Ranks may be threads of one process, which share that generator.
+"""
 
 
 def mixed_seed(*fields: int | str) -> int:

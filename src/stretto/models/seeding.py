@@ -7,11 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
+from stretto.ir.seeding import GENERATOR_LOCK
+
 
 @contextmanager
 def seeded(seed: int) -> Generator[None, None, None]:
     """Run a block with every torch generator seeded; afterwards they are as they were."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
+    with GENERATOR_LOCK, torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield

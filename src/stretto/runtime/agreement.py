@@ -31,25 +31,32 @@ def agree(
         This rank's result, and the notes of all ranks.
 
     Raises:
-        StrettoError: the check failed here (its own error) ...
+        Exception: the check failed here (its own error, of whatever kind) ...
         InputError: ... or on another rank, which the message names.
     """
     checked: list[T] = []
-    failure: StrettoError | None = None
+    failure: Exception | None = None
     note: Mapping[str, Any] = {}
     try:
         mine, note = check()
         checked.append(mine)
-    except StrettoError as error:
+    except Exception as error:
         failure = error
-    blob = json.dumps({"error": None if failure is None else str(failure), "note": note})
+    blob = json.dumps({"error": None if failure is None else _told(failure), "note": note})
     answers = [json.loads(one) for one in group.gather(blob.encode())]
     if failure is not None:
-        raise failure
+        try:
+            raise failure
+        finally:
+            failure = None  # its traceback holds this frame: without the circle both go at once
     for rank, answer in enumerate(answers):
         if answer["error"] is not None:
             raise InputError(f"rank {rank} refused {what}: {answer['error']}")
     return checked[0], [answer["note"] for answer in answers]
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
 
 
 def require_equal(notes: Sequence[Mapping[str, Any]], key: str, what: str) -> Any:

@@ -135,7 +135,6 @@ class Engine:
         }
         checks = OutgoingChecks(finite=check_finite, fixed_layouts=fixed_layouts)
         around = Surroundings(
-            group=self._group,
             transport=self._transport,
             seeder=None if seed is None else LayerSeeder(seed, self.device),
             hooks=self._hooks,
@@ -224,8 +223,8 @@ class Engine:
             targets: The second argument of the loss function, cut likewise; needed by the rank
                 of the last stage.
             normaliser: The loss function returns sums; each is divided by this number before its
-                backward. By default it returns means, and microbatch i of n_i rows counts as
-                loss / (N / n_i).
+                backward (ranks that do not know it may pass None). By default it returns means,
+                and microbatch i of n_i rows counts as loss / (N / n_i).
             loss_scale: What everything that enters the backward is multiplied by; reported losses
                 are not.
             return_outputs: Whether `result.outputs` is filled on `loss_rank`.
@@ -236,6 +235,8 @@ class Engine:
         Raises:
             InputError: the batch cannot be used; raised on every rank, before anything is sent.
             EndOfData: the iterator of a rank has ended; raised on every rank.
+            Exception: whatever an iterator or function raises, on its rank; an `InputError` that
+                quotes it on the others.
             StageError: a stage, the loss, a hook or a backward raised; the engine is closed.
             ExecutionError: another rank failed; the engine is closed.
             EngineClosedError: the engine was closed before.
@@ -272,7 +273,8 @@ class Engine:
 
         Args:
             inputs: As in `step`.
-            targets: As in `step`; None on the rank of the last stage: no loss is computed.
+            targets: As in `step`; None on the rank of the last stage: no loss is computed. (If the
+                engine has no loss function, outputs without dimensions are losses.)
             num_microbatches: How many microbatches to cut; by default so many that none is
                 larger than in the last training step, or as many as in the schedule.
             normaliser: As in `step`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,10 +29,10 @@ from stretto.ir import (
 from stretto.runtime.hooks import HookEvent, Hooks
 from stretto.runtime.random_state import LayerSeeder
 from stretto.runtime.record import Recorder
-from stretto.runtime.stage import LossTerm, StageRunner, Work
+from stretto.runtime.stage import LossTerm, StageRunner, Work, check_loss
 from stretto.runtime.tree import flatten, unflatten
 from stretto.runtime.wire.message import Message
-from stretto.runtime.wire.transport import Group, Pending, Transport
+from stretto.runtime.wire.transport import Pending, Transport
 
 RUNNABLE = frozenset(
     {
@@ -86,28 +86,30 @@ class StepInput:
     train: bool
 
 
+class AddedTerm(NamedTuple):
+    """A reported number besides the loss, and where it was made."""
+
+    name: str
+    microbatch: int
+    stage: int
+    value: torch.Tensor
+
+
 @dataclass(slots=True)
 class StepOutput:
     """What a rank's part of a step produced.
 
     Args:
         losses: Microbatch → the loss.
-        added: (name, microbatch, stage) → terms added inside the model, or other losses.
+        added: Terms added inside the model, or other losses, in the order of the calls.
         outputs: Microbatch → the last stage's output.
         input_gradients: Microbatch → gradients of the tensors of the first stage's input.
     """
 
     losses: dict[int, LossTerm] = field(default_factory=dict[int, LossTerm])
-    added: dict[tuple[str, int, int], torch.Tensor] = field(
-        default_factory=dict[tuple[str, int, int], torch.Tensor]
-    )
+    added: list[AddedTerm] = field(default_factory=list["AddedTerm"])
     outputs: dict[int, Any] = field(default_factory=dict[int, Any])
     input_gradients: dict[int, Message] = field(default_factory=dict[int, Message])
-
-    def add(self, name: str, microbatch: int, stage: int, value: torch.Tensor) -> None:
-        """Add to a reported term."""
-        key = (name, microbatch, stage)
-        self.added[key] = self.added[key] + value if key in self.added else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +117,6 @@ class Surroundings:
     """What stays the same over the steps of an engine.
 
     Args:
-        group: The ranks.
         transport: Carries messages between ranks.
         seeder: Seeds random numbers in front of layers; None leaves them alone.
         hooks: The user's functions around the work.
@@ -123,7 +124,6 @@ class Surroundings:
         timeout_s: How long one message may be waited for.
     """
 
-    group: Group
     transport: Transport
     seeder: LayerSeeder | None
     hooks: Hooks
@@ -232,8 +232,9 @@ class Executor:
             self._call_hooks("before_forward", action, source)
             output, terms = runner.forward(work, source, skipped)
             del source
-            for name, term in terms:
-                self._result.add(name, microbatch, stage, term.scaled)
+            self._result.added += [
+                AddedTerm(name, microbatch, stage, term.scaled) for name, term in terms
+            ]
             if stage == self._schedule.num_stages - 1:
                 self._finish_forward(runner, work, output)
             else:
@@ -249,17 +250,19 @@ class Executor:
 
     def _finish_forward(self, runner: StageRunner, work: Work, output: Any) -> None:
         given, microbatch = self._given, work.microbatch
-        if given.has_loss:
+        # where no loss function is given, an evaluation cannot know before whether outputs are losses
+        if given.has_loss or (not given.loss_fns and _is_number(output)):
             target = given.targets[microbatch] if given.targets else None
             main = given.loss_fns[given.loss_index] if given.loss_fns else None
-            self._result.losses[microbatch] = runner.loss(
-                work, output, target, main, given.divisors[microbatch]
-            )
+            divisor = given.divisors[microbatch]
+            self._result.losses[microbatch] = runner.loss(work, output, target, main, divisor)
             for index, other in enumerate(given.loss_fns):
                 if index != given.loss_index:
                     with torch.no_grad():
-                        value = other(output, target) / given.divisors[microbatch]
-                    self._result.add(f"loss[{index}]", microbatch, runner.index, value)
+                        value = check_loss(other(output, target), microbatch) / divisor
+                    self._result.added.append(
+                        AddedTerm(f"loss[{index}]", microbatch, runner.index, value)
+                    )
         if given.keep_outputs:
             leaves, spec = flatten(output, where="the output of the last stage")
             self._result.outputs[microbatch] = unflatten(spec, [leaf.detach() for leaf in leaves])
@@ -365,7 +368,6 @@ class Executor:
         """Around user code: seeds, records, and says where an exception happened."""
         try:
             with ExitStack() as stack:
-                stack.enter_context(self._around.group.compute_lock)
                 if self._around.seeder is not None:
                     stack.enter_context(self._seeded(self._around.seeder, action))
                 if self._recorder is not None:
@@ -393,6 +395,13 @@ class Executor:
             action.microbatch,
             train=self._given.train,
         )
+
+
+def _is_number(output: Any) -> bool:
+    """Whether an output is a tensor without dimensions, by itself or in a tuple of one."""
+    if isinstance(output, tuple) and len(output) == 1:
+        output = output[0]
+    return isinstance(output, torch.Tensor) and output.ndim == 0
 
 
 def channels_of_rank(schedule: Schedule, rank: int) -> list[Channel]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stretto.ir.seeding import mixed_seed
+from stretto.ir.seeding import GENERATOR_LOCK, mixed_seed
 
 
 def layer_seed(seed: int, step: int, microbatch: int, layer: int, *, train: bool = True) -> int:
@@ -60,6 +60,12 @@ class LayerSeeder:
             for generator in self._generators:
                 generator.manual_seed(value)
 
+        with GENERATOR_LOCK:
+            yield from self._seeded(module, stage, seed_layer)
+
+    def _seeded(
+        self, module: torch.nn.Module, stage: int, seed_layer: Callable[[int], None]
+    ) -> Iterator[None]:
         states = [generator.get_state() for generator in self._generators]
         attributes: dict[str, Any] = module.__dict__
         before: Callable[[int], None] | None = attributes.get("before_layer")

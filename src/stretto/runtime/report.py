@@ -33,13 +33,14 @@ def gather_losses(
         deliver: Whether anything is exchanged; otherwise each rank reports what it has.
     """
     loss, each = _sum(output)
-    rows = [[*key, float(value)] for key, value in output.added.items()]
+    rows = [[*term[:3], float(term.value)] for term in output.added]
     if deliver:
         blob = json.dumps([loss, each, rows]).encode()
         told = [json.loads(one) for one in group.gather(blob)]
         loss, each = told[loss_rank][:2]
         rows = [row for _, _, some in told for row in some]
     added: dict[str, float] = {}
+    # terms are added one by one, in the order of the model, so the sum does not depend on the split
     for name, _, _, value in sorted(rows, key=lambda row: (row[0], row[1], row[2])):
         added[name] = added.get(name, 0.0) + value
     return ReportedLosses(

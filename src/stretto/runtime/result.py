@@ -23,7 +23,8 @@ class StepResult:
         microbatch_losses: What the loss function returned for each microbatch, float64, shape
             [number of microbatches]; there and None as `loss`.
         losses: What `add_loss` reported inside the model, and further loss functions as `loss[1]`:
-            name → float64, added up over stages and weighted over microbatches as the loss is.
+            name → float64, weighted over microbatches as the loss is, and added up in float64,
+            ascending by microbatch, in the order of the model.
         outputs: The last stage's outputs, merged over the microbatches and detached; on
             `loss_rank` and on request only.
         input_gradients: Gradients of the batch's own tensors that require one, in the structure of

@@ -6,9 +6,13 @@ compared (`settle_call`); both happen before anything is sent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
+
+import torch
 
 from stretto.errors import InputError
 from stretto.ir import Schedule
@@ -92,10 +96,10 @@ def check_call(
     count = duties.schedule.num_microbatches if call.train else call.num_microbatches
     if count is not None and count < 1:
         raise InputError(f"num_microbatches is {count}; a step needs at least 1")
-    if call.normaliser is not None and not call.normaliser > 0:
-        raise InputError(f"normaliser is {call.normaliser}; it must be a positive number")
-    if not call.loss_scale > 0:
-        raise InputError(f"loss_scale is {call.loss_scale}; it must be a positive number")
+    normaliser = call.normaliser
+    if normaliser is not None:
+        normaliser = _positive("normaliser", normaliser)
+    loss_scale = _positive("loss_scale", call.loss_scale)
     if call.loss_index not in range(max(1, len(duties.loss_fns))):
         raise InputError(
             f"loss_index is {call.loss_index}; there are {len(duties.loss_fns)} loss functions"
@@ -118,12 +122,20 @@ def check_call(
         "mode": "train" if call.train else "eval",
         "num_microbatches": call.num_microbatches,
         "returns": [call.return_outputs, call.return_input_gradients],
-        "loss": [call.loss_scale, call.loss_index],
-        "normaliser": call.normaliser,
+        "loss": [loss_scale, call.loss_index],
+        "normaliser": normaliser,
         "has_targets": call.targets is not None,
         "listed": next(iter(lengths.values()), None),
         "rows": rows,
     }
+
+
+def _positive(name: str, value: Any) -> float:
+    """A finite number above 0, from a Python number or a tensor of one element."""
+    is_number = isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    if not is_number or not 0 < float(value) < math.inf:
+        raise InputError(f"{name} is {value!r}; it must be a positive finite number")
+    return float(value)
 
 
 def _check_needed(call: StepCall, duties: Duties, needs_all: bool) -> None:
@@ -166,6 +178,7 @@ class Settled:
     sizes: tuple[int, ...] | None
     has_loss: bool
     normaliser: float | None
+    loss_scale: float
 
 
 def settle_call(
@@ -189,7 +202,7 @@ def settle_call(
     mode = require_equal(notes, "mode", "whether this is a training step or an evaluation")
     require_equal(notes, "num_microbatches", "num_microbatches")
     require_equal(notes, "returns", "what the step returns")
-    require_equal(notes, "loss", "loss_scale and loss_index")
+    loss_scale = require_equal(notes, "loss", "loss_scale and loss_index")[0]
     rows = _agreed_rows(notes)
     listed = require_compatible(notes, "listed", "the number of ready-made microbatches")
     if mode == "train":
@@ -206,7 +219,13 @@ def settle_call(
             f"the batch has {sum(sizes)} rows for {count} microbatches; each needs at least one row"
         )
     normaliser = require_compatible(notes, "normaliser", "normaliser")
-    return Settled(num_microbatches=count, sizes=sizes, has_loss=has_loss, normaliser=normaliser)
+    return Settled(
+        num_microbatches=count,
+        sizes=sizes,
+        has_loss=has_loss,
+        normaliser=normaliser,
+        loss_scale=loss_scale,
+    )
 
 
 def _agreed_rows(notes: Sequence[Mapping[str, Any]]) -> Rows | None:
@@ -260,7 +279,7 @@ def cut_call(call: StepCall, settled: Settled, duties: Duties, number: int) -> S
         ],
         divisors=loss_divisors(settled),
         row_divisors=row_divisors(settled),
-        loss_scale=call.loss_scale,
+        loss_scale=settled.loss_scale,
         loss_fns=duties.loss_fns,
         loss_index=call.loss_index,
         has_loss=settled.has_loss,

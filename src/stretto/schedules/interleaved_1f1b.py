@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from stretto.errors import InputError
 from stretto.ir import Action, Kind, Schedule, loop, order_by_arrival
@@ -30,7 +31,7 @@ def interleaved_1f1b(*, num_ranks: int, stages_per_rank: int, num_microbatches: 
         lower bound          39   45   51   63   69   75   87   93
 
     For p up to 8, v up to 4 and m up to 33 it is never slower than the formula, never above
-    the bound 3 max(mv + p - 1, pv + m - 1) by more than 4.6 %, and at the bound in 681 of 693 cases.
+    the bound 3 max(mv + p - 1, pv + m - 1) by more than 4.6 %, and at it in 681 of 693 cases.
 
     Args:
         num_ranks: Ranks, p; stage s lies on rank s mod p.
@@ -86,7 +87,7 @@ def even_groups(num_microbatches: int, largest: int) -> tuple[range, ...]:
     count = -(-num_microbatches // largest)
     size, longer = divmod(num_microbatches, count)
     starts = [group * size + min(group, longer) for group in range(count + 1)]
-    return tuple(range(start, end) for start, end in zip(starts, starts[1:], strict=False))
+    return tuple(range(start, end) for start, end in pairwise(starts))
 
 
 def _published_order(
@@ -148,6 +149,7 @@ class _Arrivals:
         )
         may_overtake = after_first + len(self._stages) < self._most_held
         for index, microbatch in enumerate(self._forwards):
-            if microbatch < len(self._group_of) and (microbatch == first or may_overtake):
-                if has_arrived(Action(self._stages[index], Kind.F, microbatch)):
-                    yield self._group_of[microbatch], index, microbatch
+            is_left = microbatch < len(self._group_of)
+            has_room = is_left and (microbatch == first or may_overtake)
+            if has_room and has_arrived(Action(self._stages[index], Kind.F, microbatch)):
+                yield self._group_of[microbatch], index, microbatch

@@ -16,8 +16,7 @@ def check_sizes(generator: str, **sizes: object) -> None:
         InputError: names generator, size and value.
     """
     for name, value in sizes.items():
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InputError(
                 f"{generator}: {name} is {value!r}; it must be a whole number of at least 1"
             )

@@ -17,7 +17,6 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
 
@@ -65,7 +64,6 @@ class GlooGroup:
         self.rank = ranks.index(dist.get_rank())
         self.num_ranks = len(ranks)
         self._group: _Gloo | None = _make_group(ranks, self.rank, timeout_s)
-        self.compute_lock = nullcontext()
         self._transport: GlooTransport | None = None
 
     def connect(self, channels: Sequence[Channel]) -> GlooTransport:

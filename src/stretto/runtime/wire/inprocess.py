@@ -39,8 +39,6 @@ class InProcessHub:
         self.rule = rule
         self.timeout_s = timeout_s
         self.failure: tuple[int, BaseException] | None = None
-        self.compute_lock = threading.RLock()
-        """Threads share the default random generator, so only one rank computes at a time."""
         self._lock = threading.Condition()
         self._rounds: list[dict[int, bytes]] = []
         self._entered = [0] * num_ranks
@@ -112,7 +110,6 @@ class InProcessGroup:
         self.hub = hub
         self.rank = rank
         self.num_ranks = hub.num_ranks
-        self.compute_lock = hub.compute_lock
 
     def connect(self, channels: Sequence[Channel]) -> InProcessTransport:
         """Streams of their own for every engine, in the order the engines are made."""

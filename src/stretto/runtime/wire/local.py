@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 from stretto.ir import Action, Channel
 from stretto.runtime.wire.message import Message
@@ -15,7 +14,6 @@ class LocalGroup:
 
     rank = 0
     num_ranks = 1
-    compute_lock = nullcontext()
 
     def connect(self, channels: Sequence[Channel]) -> LocalGroup:
         """Itself: there are no channels."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 from stretto.errors import ExecutionError, TransportError
 from stretto.ir import Action, Channel
@@ -103,11 +102,6 @@ class Group(Protocol):
     @property
     def num_ranks(self) -> int:
         """Number of ranks of the pipeline."""
-        ...
-
-    @property
-    def compute_lock(self) -> AbstractContextManager[Any]:
-        """Held while a rank runs user code; does nothing where ranks are processes."""
         ...
 
     def connect(self, channels: Sequence[Channel]) -> Transport:
