@@ -250,7 +250,7 @@ class Executor:
 
     def _finish_forward(self, runner: StageRunner, work: Work, output: Any) -> None:
         given, microbatch = self._given, work.microbatch
-        # where no loss function is given, an evaluation cannot know before whether outputs are losses
+        # without a loss function, an evaluation cannot know beforehand whether outputs are losses
         if given.has_loss or (not given.loss_fns and _is_number(output)):
             target = given.targets[microbatch] if given.targets else None
             main = given.loss_fns[given.loss_index] if given.loss_fns else None

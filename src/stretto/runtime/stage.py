@@ -157,9 +157,16 @@ class StageRunner:
                 (name, LossTerm(value.detach(), self._add_root(graph, value, work)))
                 for name, value in added
             ]
+        if isinstance(output, WithSkips) and not self._skip_targets():
+            output = output.output  # what its own layers made and used, and nobody else
         if work.train:
             self._graphs[work.microbatch] = graph
         return output, terms
+
+    def _skip_targets(self) -> list[int]:
+        """The stages that use skip values of this one, ascending."""
+        routes = self._skips.routes.values()
+        return sorted({target for made, used in routes if made == self.index for target in used})
 
     def _add_root(self, graph: _Graph, value: torch.Tensor, work: Work) -> torch.Tensor:
         scaled = value / work.row_divisor
@@ -226,11 +233,8 @@ class StageRunner:
         graph = self._graphs[work.microbatch] if work.train else _Graph()
         where = f"the output of stage {self.index}"
         message, graph.roots = _leave(plain, where, work.train)
-        targets = sorted(
-            {t for s, used in self._skips.routes.values() if s == self.index for t in used}
-        )
         messages: dict[int, Message] = {}
-        for target in targets:
+        for target in self._skip_targets():
             names = self._skips.sent(self.index, target)
             missing = [name for name in names if name not in made]
             if missing:
