@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stretto.errors import InputError, ScheduleError
-from stretto.ir import compute_only
+from stretto.ir import carried, compute_only
 from stretto.ir.placement import loop
 from stretto.ir.text import format_orders, parse_orders
 from stretto.passes import add_comms, add_frees, bubble_slots, forward_part, lower
@@ -97,3 +97,48 @@ def test_every_rank_has_2p_minus_2_bubbles(name: str, p: int) -> None:
     for rank, mine in enumerate(slots):
         assert mine.count(0) == mine.count(14) == rank
         assert list(mine) == sorted(mine)
+
+
+def ends_if_both_sides_block(program: object) -> bool:
+    """Whether a program ends if a SEND and its RECV hold both ranks until they meet."""
+    orders = [
+        [item for item in order if "FREE" not in str(item)]
+        for order in program.ranks  # type: ignore[attr-defined]  # reason: always a schedule
+    ]
+    at = [0] * len(orders)
+    while True:
+        heads = {
+            rank: orders[rank][at[rank]]
+            for rank in range(len(orders))
+            if at[rank] < len(orders[rank])
+        }
+        if not heads:
+            return True
+        moved = False
+        for rank, item in heads.items():
+            if at[rank] >= len(orders[rank]) or orders[rank][at[rank]] is not item:
+                continue
+            if "SEND" not in str(item) and "RECV" not in str(item):
+                at[rank] += 1
+                moved = True
+                continue
+            for other, meets in heads.items():
+                fits = "SEND" in str(item) and "RECV" in str(meets)
+                if fits and carried(item) == carried(meets) and orders[other][at[other]] is meets:
+                    at[rank] += 1
+                    at[other] += 1
+                    moved = True
+                    break
+        if not moved:
+            return False
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved_1f1b", "looped_bfs"])
+def test_without_posting_ahead_programs_suit_devices_without_asynchronous_sends(name: str) -> None:
+    """In order of production every program ends, even if receives block as sends do."""
+    for p, m in ((2, 1), (2, 5), (3, 4), (4, 8)):
+        options = {"stages_per_rank": 2} if name in ("interleaved_1f1b", "looped_bfs") else {}
+        schedule = build(name, num_ranks=p, num_microbatches=m, **options)
+        assert ends_if_both_sides_block(add_comms(schedule, ahead=0))
+    ahead = add_comms(build("one_f_one_b", num_ranks=4, num_microbatches=8), ahead=1)
+    assert not ends_if_both_sides_block(ahead)

@@ -391,3 +391,25 @@ def test_hub_groups_of_wrong_size_are_named() -> None:
     group = InProcessHub(1).group(0)
     with pytest.raises(InputError, match="1 ranks, the schedule 2"):
         Engine({0: nn.Identity()}, one_f_one_b(num_ranks=2, num_microbatches=2), group=group)
+
+
+def test_one_stage_can_be_run_by_itself() -> None:
+    """A rank's own stage runs on any value; another's is refused by name."""
+    schedule = build("looped_bfs", num_ranks=1, num_microbatches=2, stages_per_rank=4)
+    engine = toy_engine(0, None, schedule)
+    inputs, _ = toy_batch(3)
+    value = inputs
+    for stage in range(4):
+        value = engine.run_stage(stage, value)
+    assert same_bits(value, nn.Sequential(*toy_layers(4))(inputs))
+    with pytest.raises(InputError, match=r"has no stage 4; its stages are \[0, 1, 2, 3\]"):
+        engine.run_stage(4, value)
+
+
+def test_the_engine_says_at_its_start_what_it_runs(caplog: pytest.LogCaptureFixture) -> None:
+    """Rank, stages, microbatches and transport are logged once."""
+    with caplog.at_level("INFO", logger="stretto"):
+        toy_engine(0, None, build("looped_bfs", num_ranks=1, num_microbatches=2, stages_per_rank=4))
+    assert caplog.messages == [
+        "rank 0 of 1: stages [0, 1, 2, 3] of 4, 2 microbatches, over LocalGroup"
+    ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from stretto.ir import uniform_costs
 from stretto.ir.text import parse_orders
 from stretto.schedules import build
 from stretto.simulate import simulate
-from stretto.view import draw_bars, draw_overlay, draw_schedule, draw_timeline, summarise
+from stretto.view import draw_bars, draw_overlay, draw_schedule, draw_timeline, summarise, to_trace
 
 
 def test_unit_costs_are_drawn_as_a_grid() -> None:
@@ -85,3 +86,19 @@ def test_the_summary_tells_the_figures() -> None:
     assert summarise(simulate(build("one_f_one_b", num_ranks=4, num_microbatches=8))) == (
         "makespan 33, longest rank span 33, bubble 27.3 %, peak per rank 4 3 2 1"
     )
+
+
+def test_traces_have_a_row_per_rank_for_work_and_messages() -> None:
+    """Complete events in microseconds, named by action; messages apart; memory as a counter."""
+    costs = uniform_costs(2, latency_s=1)
+    body = json.loads(to_trace(simulate(build("gpipe", num_ranks=2, num_microbatches=1), costs)))
+    work = [one for one in body["traceEvents"] if one["ph"] == "X" and one["tid"] % 2 == 0]
+    assert [(one["name"], one["tid"], one["ts"], one["dur"]) for one in work] == [
+        ("0F0", 0, 0, 1e6),
+        ("1F0", 2, 2e6, 1e6),
+        ("1B0", 2, 3e6, 2e6),
+        ("0B0", 0, 6e6, 2e6),
+    ]
+    sent = [one for one in body["traceEvents"] if one["ph"] == "X" and one["tid"] % 2 == 1]
+    assert [one["name"] for one in sent] == ["0SEND_F0", "1SEND_B0"]
+    assert any(one["ph"] == "C" and one["args"] == {"held": 1.0} for one in body["traceEvents"])

@@ -44,6 +44,7 @@ from stretto.ir.timeline import (
     makespan,
     max_rank_span,
     peak_memory,
+    seconds_by_kind,
     timeline_from_grid,
 )
 
@@ -92,6 +93,7 @@ __all__ = [
     "parse_action",
     "parse_number",
     "peak_memory",
+    "seconds_by_kind",
     "split_overlaps",
     "timeline_from_grid",
     "transfer_of",

@@ -36,6 +36,9 @@ class Kind(enum.Enum):
     FREE_F = "FREE_F"
     FREE_B = "FREE_B"
 
+    # members are single objects; an Enum's own hash is that of its name, several times slower
+    __hash__ = object.__hash__
+
     def __repr__(self) -> str:
         return self.value
 

@@ -2,7 +2,8 @@
 
 The clock is nominal: F, I and W last one unit each, B two, messages none. It only decides who
 comes first while an order is made; the order itself holds no time. Whatever the picks, the
-orders fit together: they are those of a run that took place.
+orders fit together: they are those of a run that took place. Skips change nothing here: what
+they carry is made before what comes through the stages in between.
 """
 
 from __future__ import annotations

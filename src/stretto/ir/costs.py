@@ -82,14 +82,14 @@ class Costs:
                     f"costs: {name} has {len(values)} entries, forward_s has {count}; "
                     "both need one per stage"
                 )
-            if any(value < 0 for value in values):
-                raise InputError(f"costs: {name} holds a negative number: {values}")
+            if not all(value >= 0 for value in values):  # NaN is refused here too
+                raise InputError(f"costs: {name} holds a number that is not 0 or more: {values}")
         for link in self.links:
             self._link_of[link.source, link.target] = link
         for hop in (self, *self.links):
-            if hop.latency_s < 0:
-                raise InputError(f"costs: latency_s is {hop.latency_s}; it cannot be negative")
-            if hop.bandwidth_bytes_per_s is not None and hop.bandwidth_bytes_per_s <= 0:
+            if not hop.latency_s >= 0:
+                raise InputError(f"costs: latency_s is {hop.latency_s}; it must be 0 or more")
+            if hop.bandwidth_bytes_per_s is not None and not hop.bandwidth_bytes_per_s > 0:
                 raise InputError(
                     f"costs: bandwidth_bytes_per_s is {hop.bandwidth_bytes_per_s}; it must be "
                     "positive, or null for no limit"

@@ -92,19 +92,18 @@ class Schedule:
                 )
         for rank, order in enumerate(self.ranks):
             for position, item in enumerate(order):
-                self._check_indices(rank, position, item)
+                for action in halves(item):
+                    complaint = self._complaint(action)
+                    if complaint is not None:
+                        where = f"rank {rank}, position {position}: {action}"
+                        raise InputError(f"{where} names {complaint}")
 
-    def _check_indices(self, rank: int, position: int, item: AnyAction) -> None:
-        for action in halves(item):
-            where = f"rank {rank}, position {position}: {action}"
-            if action.stage >= self.placement.num_stages:
-                raise InputError(
-                    f"{where} names a stage outside 0..{self.placement.num_stages - 1}"
-                )
-            if isinstance(action, Action) and action.microbatch >= self.num_microbatches:
-                raise InputError(
-                    f"{where} names a microbatch outside 0..{self.num_microbatches - 1}"
-                )
+    def _complaint(self, action: Action | StageAction) -> str | None:
+        if action.stage >= self.placement.num_stages:
+            return f"a stage outside 0..{self.placement.num_stages - 1}"
+        if isinstance(action, Action) and action.microbatch >= self.num_microbatches:
+            return f"a microbatch outside 0..{self.num_microbatches - 1}"
+        return None
 
     @property
     def num_ranks(self) -> int:

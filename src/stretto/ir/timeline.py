@@ -114,7 +114,21 @@ def bubble_fraction(timeline: Timeline) -> Number:
     if available == 0:
         raise EmptyTimelineError("bubble_fraction: no compute span of the timeline takes time")
     busy = sum(span.end_s - span.start_s for span in compute_spans(timeline))
-    return 1 - _ratio(busy, available)
+    return max(0, 1 - _ratio(busy, available))  # the sum of floats may round up past the whole
+
+
+def seconds_by_kind(timeline: Timeline) -> dict[str, Number]:
+    """Time spent per kind over all ranks: F, B, I, W, and the messages from issue to arrival.
+
+    Example:
+        >>> seconds_by_kind(timeline_from_grid("0F0 0B0 0B0"))
+        {'F': 1, 'B': 2}
+    """
+    totals: dict[str, Number] = {}
+    for span in timeline.spans:
+        name = span.action.kind.value
+        totals[name] = totals.get(name, 0) + span.end_s - span.start_s
+    return totals
 
 
 def peak_memory(timeline: Timeline) -> tuple[Number, ...]:

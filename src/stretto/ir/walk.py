@@ -2,7 +2,8 @@
 
 The walk moves in rounds. In a round every rank runs at most one compute item, and only one
 whose needs were there when the round began, so the order of the walk is an order of production
-in which all work lasts equally long. Transfers take no round: a SEND never waits, a RECV posts.
+in which all work lasts equally long. It knows no transfers: a value that can travel is on every
+rank one round after it was made.
 Passes place transfers by it, the simulator times it, the verifier asks what never runs.
 """
 
@@ -12,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stretto.ir.action import COMPUTE, SENDS, Action, AnyAction, Overlap, halves
-from stretto.ir.deps import TRAVELS, Value, carried, gives, needs
+from stretto.errors import InputError
+from stretto.ir.action import COMPUTE, AnyAction, Overlap, halves
+from stretto.ir.deps import TRAVELS, Value, gives, needs
 from stretto.ir.schedule import Schedule
 
 
@@ -52,10 +54,15 @@ def item_needs(item: AnyAction, schedule: Schedule) -> tuple[Value, ...]:
 
 
 def walk(schedule: Schedule) -> Walk:
-    """Run the schedule without time, sends buffered.
+    """Run a schedule that is not lowered, without time.
+
+    Raises:
+        InputError: the schedule has transfers.
 
     Cost: linear in the number of items, times the share of rounds in which ranks wait.
     """
+    if schedule.is_lowered:
+        raise InputError("walk: the schedule has transfers; pass compute_only(schedule)")
     state = _State(schedule)
     visits: list[Visit] = []
     round_index = 0
@@ -76,13 +83,10 @@ class _State:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.lowered = schedule.is_lowered
         self.position = [0] * schedule.num_ranks
         self.there: set[tuple[int, Value]] = set()
         self.anywhere: set[Value] = set()
-        self.sent: set[Value] = set()
-        self.posted: dict[Value, int] = {}
-        self.fresh: list[tuple[int, Value]] = []
+        self.fresh: set[Value] = set()  # made in this round
 
     def run(self, rank: int, round_index: int) -> Iterator[Visit]:
         order = self.schedule.ranks[rank]
@@ -107,27 +111,14 @@ class _State:
 
     def give(self, rank: int, item: AnyAction) -> None:
         for action in halves(item):
-            value = carried(action) if isinstance(action, Action) else None
-            if value is None:
-                given = [(rank, one) for one in gives(action, self.schedule.skips)]
+            for value in gives(action, self.schedule.skips):
                 # what this rank computed is there for itself at once, for others next round
-                self.there.update(given)
-                if not self.lowered:
-                    self.fresh += given
-            elif action.kind in SENDS:
-                self.sent.add(value)
-                if value in self.posted:
-                    self.fresh.append((self.posted[value], value))
-            else:
-                self.posted[value] = rank
-                if value in self.sent:
-                    self.there.add((rank, value))
+                self.there.add((rank, value))
+                if value.kind in TRAVELS:
+                    self.fresh.add(value)
 
     def publish(self) -> None:
-        if self.lowered:
-            self.there.update(self.fresh)
-        else:
-            self.anywhere.update(value for _, value in self.fresh if value.kind in TRAVELS)
+        self.anywhere |= self.fresh
         self.fresh.clear()
 
     def blocked(self) -> Iterator[Blocked]:

@@ -26,7 +26,9 @@ def add_comms(schedule: Schedule, *, ahead: int = 1) -> Schedule:
     Args:
         schedule: A schedule without transfers.
         ahead: By how many compute items a RECV is posted before the place where its message is
-            produced at the latest; 0 posts in order of production only.
+            produced at the latest; 0 posts in order of production only, an order in which every
+            rank may also sit in a RECV until its SEND comes (devices without asynchronous
+            transfers).
 
     Returns:
         The schedule with transfers; compute order unchanged.

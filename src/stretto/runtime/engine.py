@@ -8,6 +8,7 @@ gradients, its mode or random state except by running forwards and backwards.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch
 
 from stretto.errors import EndOfData, EngineClosedError, InputError, ScheduleError
 from stretto.ir import Action, Schedule
+from stretto.ir.calling import parameters_of
 from stretto.ir.files import schedule_to_json
 from stretto.passes import bubble_slots, forward_part, lower
 from stretto.runtime.agreement import agree, require_equal
@@ -45,6 +47,8 @@ from stretto.runtime.step import Duties, StepCall, check_call, cut_call, settle_
 from stretto.runtime.tree import unflatten
 from stretto.runtime.wire.resolve import resolve_group
 from stretto.verify import verify
+
+_LOG = logging.getLogger("stretto")
 
 
 class Engine:
@@ -121,7 +125,7 @@ class Engine:
         self._hooks = Hooks()
         try:
             self.schedule, skips = self._agree_on_schedule(schedule)
-            self._program = _prove(self.schedule)
+            self._program = _prove(self.schedule)  # the same on all ranks, and so is its verdict
         except BaseException:
             self._group.close()
             raise
@@ -142,13 +146,21 @@ class Engine:
             timeout_s=step_timeout_s,
         )
         self._executor = Executor(self.rank, runners, around)
+        _LOG.info(
+            "rank %d of %d: stages %s of %d, %d microbatches, over %s",
+            self.rank,
+            self.num_ranks,
+            list(self.stages),
+            self.schedule.num_stages,
+            self.schedule.num_microbatches,
+            type(self._transport).__name__,
+        )
 
     def _agree_on_schedule(self, schedule: Schedule) -> tuple[Schedule, SkipTable]:
         """The schedule with the model's skip connections, once all ranks were given the same."""
 
         def check() -> tuple[None, Mapping[str, Any]]:
             self._check_construction(schedule)
-            _prove(schedule)
             digest = hashlib.sha256(schedule_to_json(schedule).encode()).hexdigest()[:16]
             skips = {str(index): declared_skips(module) for index, module in self.stages.items()}
             settings = [self._loss_index, self._seed, self._data_rank, self._deliver_loss]
@@ -300,6 +312,24 @@ class Engine:
         )
         with _evaluation_mode(self.stages):
             return self._run(call)
+
+    def run_stage(self, stage: int, value: Any, **extras: Any) -> Any:
+        """Call one of this rank's stages by itself: nothing is sent, kept or seeded.
+
+        Args:
+            stage: Index of the stage.
+            value: What the stage before returned, handed over as in a step.
+            extras: Keyword values, as in a step.
+
+        Raises:
+            InputError: this rank does not own the stage.
+        """
+        if stage not in self.stages:
+            raise InputError(
+                f"rank {self.rank} has no stage {stage}; its stages are {sorted(self.stages)}"
+            )
+        args, keywords = parameters_of(self.stages[stage]).arguments(value, extras)
+        return self.stages[stage](*args, **keywords)
 
     def register_hook(self, location: str, hook: Hook) -> HookHandle:
         """Call a function around the work of this rank.

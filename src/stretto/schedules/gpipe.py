@@ -23,8 +23,8 @@ def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     Raises:
         InputError: a size is below 1.
 
-    Source: Huang et al., GPipe (arXiv 1811.06965), figure 2c. Our backwards run in the order of
-    the microbatches; the paper's figure draws them in reverse.
+    Source: Huang et al., GPipe (arXiv 1811.06965); its figures draw the backwards in
+    reverse order of the microbatches, ours run in order.
     """
     check_sizes("gpipe", num_ranks=num_ranks, num_microbatches=num_microbatches)
     return Schedule(

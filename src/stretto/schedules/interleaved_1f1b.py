@@ -19,6 +19,9 @@ def interleaved_1f1b(*, num_ranks: int, stages_per_rank: int, num_microbatches: 
     rank r holds at most 2(p-r-1) + (v-1)p + 1 activations of a stage. With p = 2, v = 2, m = 4
     (F and B drawn equally long):
 
+        rank 0   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1  .  2B2  .  2B3 0B2 0B3
+        rank 1    .  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3  .
+
     Where p divides m, the order is the published one. Else the groups are made as even as
     possible, none above p, and every rank runs as things arrive: a forward while memory lasts,
     the earliest group and its lowest stage first; else a backward, the highest stage first.

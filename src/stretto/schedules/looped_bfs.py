@@ -14,8 +14,8 @@ def looped_bfs(*, num_ranks: int, stages_per_rank: int, num_microbatches: int) -
     one; in return it holds the activations of all microbatches. With p = 2, v = 2, m = 3 (F and
     B drawn equally long):
 
-        rank 0   0F0 0F1 0F2 2F0 2F1 2F2  .  2B0 2B1 2B2 0B0 0B1 0B2
-        rank 1    .  1F0 1F1 1F2 3F0 3F1 3F2 3B0 ...
+        rank 0   0F0 0F1 0F2 2F0 2F1 2F2  .   .  2B0 2B1 2B2 0B0 0B1 0B2
+        rank 1    .  1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2  .
 
     Args:
         num_ranks: Ranks, p; stage s lies on rank s mod p.
@@ -25,8 +25,9 @@ def looped_bfs(*, num_ranks: int, stages_per_rank: int, num_microbatches: int) -
     Raises:
         InputError: a size is below 1.
 
-    Source: Lamy-Poirier, Breadth-First Pipeline Parallelism (arXiv 2211.05953), figure 4d. Our
-    backwards run in the order of the microbatches on every stage; torch's run in reverse.
+    Source: Lamy-Poirier, Breadth-First Pipeline Parallelism (arXiv 2211.05953), in which a
+    rank's backwards may be in any order of microbatches; torch's `ScheduleLoopedBFS` runs them in
+    reverse, ours in order.
     """
     check_sizes(
         "looped_bfs",
