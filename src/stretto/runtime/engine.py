@@ -209,6 +209,11 @@ class Engine:
         return self._duties.loss_rank
 
     @property
+    def program(self) -> Schedule:
+        """The lowered schedule that training steps run, with the transfers of all ranks."""
+        return self._program
+
+    @property
     def metadata_count(self) -> int:
         """How many message layouts this rank has sent; it stands still while shapes do."""
         return self._transport.metadata_count()
