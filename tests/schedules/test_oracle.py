@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from stretto.ir.text import from_csv, to_csv
+from stretto.passes import add_comms
 from stretto.schedules import build
+from stretto.verify import verify
 
 
 def words(order: Any) -> list[str]:
@@ -68,13 +73,9 @@ def test_1f1b_orders_equal_torchs_but_for_its_last_row(p: int) -> None:
     m = 2 * p
     ours = build("one_f_one_b", num_ranks=p, num_microbatches=m)
 
-    class One:
-        pp_group_size = p
-        _num_stages = p
-        _n_microbatches = m
-        rank = 0
-
-    theirs = torch_schedules.Schedule1F1B._get_pipeline_order(One())
+    theirs = torch_schedules.Schedule1F1B._get_pipeline_order(
+        SimpleNamespace(_num_stages=p, _n_microbatches=m)
+    )
     assert theirs is not None
     for rank in range(p - 1):
         assert words(ours.ranks[rank]) == words(theirs[rank]), rank
@@ -82,15 +83,70 @@ def test_1f1b_orders_equal_torchs_but_for_its_last_row(p: int) -> None:
     assert last == [f"{p - 1}{kind}{i}" for i in range(m) for kind in "FB"]
 
 
-def test_schedules_travel_both_ways_as_csv(tmp_path: Any) -> None:
-    """Torch's reader takes our CSV, and we read what torch writes."""
-    from stretto.ir.text import from_csv, to_csv
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (4, 8), (8, 3)])
+def test_gpipe_orders_equal_torchs(p: int, m: int) -> None:
+    """All forwards, then all backwards, both ascending."""
+    theirs = torch_schedules.ScheduleGPipe._get_pipeline_order(
+        SimpleNamespace(_num_stages=p, _n_microbatches=m)
+    )
+    assert theirs is not None
+    ours = build("gpipe", num_ranks=p, num_microbatches=m)
+    assert [words(order) for order in ours.ranks] == [words(theirs[rank]) for rank in range(p)]
 
-    ours = build("interleaved_1f1b", num_ranks=4, stages_per_rank=2, num_microbatches=8)
-    theirs = {
-        rank: [torch_schedules._Action.from_str(cell) for cell in line.split(",")]
-        for rank, line in enumerate(to_csv(ours).splitlines())
-    }
-    assert [words(theirs[rank]) for rank in range(4)] == [words(order) for order in ours.ranks]
-    text = "\n".join(",".join(map(str, order)) for order in theirs.values())
-    assert from_csv(text) == ours
+
+def stages_of_rank_0(p: int, v: int) -> list[Any]:
+    """As much of torch's stages as its schedules read before they run."""
+    shared = {"num_stages": p * v, "group_size": p, "group_rank": 0, "submod": None}
+    return [
+        SimpleNamespace(stage_index=c * p, is_first=c == 0, is_last=False, **shared)
+        for c in range(v)
+    ]
+
+
+SIZES = {"num_ranks": 4, "stages_per_rank": 2, "num_microbatches": 8}
+
+
+def test_torchs_runtime_loads_our_csv(tmp_path: Path) -> None:
+    """Orders alone, and with our transfers: torch's own simulator then runs them to the end."""
+    file = tmp_path / "schedule.csv"
+    for name in ("interleaved_1f1b", "looped_bfs"):
+        ours = build(name, **SIZES)
+        runtime = torch_schedules._PipelineScheduleRuntime(stages_of_rank_0(4, 2), 8)
+        file.write_text(to_csv(ours))
+        runtime._load_csv(str(file))
+        orders = [runtime.pipeline_order[rank] for rank in range(4)]
+        assert [words(order) for order in orders] == [words(order) for order in ours.ranks]
+
+        # its simulator takes a receive only once it has been sent, so none is posted ahead here
+        lowered = add_comms(ours, ahead=0)
+        file.write_text(to_csv(lowered))
+        runtime._load_csv(str(file), format="compute_comms")
+        ran = runtime._simulate()
+        assert [words(ran[rank]) for rank in range(4)] == [words(each) for each in lowered.ranks]
+
+
+def test_we_load_what_torch_writes(tmp_path: Path) -> None:
+    """Its orders with holes equal ours; its lowered program passes our proof."""
+    theirs = torch_schedules.ScheduleInterleaved1F1B(stages_of_rank_0(4, 2), 8)
+    file = tmp_path / "schedule.csv"
+    theirs._dump_csv(str(file), format="compute_only")
+    assert ",," in file.read_text()
+    assert from_csv(file.read_text()) == build("interleaved_1f1b", **SIZES)
+
+    theirs._dump_csv(str(file), format="compute_comms")
+    program = from_csv(file.read_text())
+    assert program.is_lowered
+    assert any(str(item) == "0UNSHARD" for item in program.ranks[0])
+    assert verify(program) == ()
+
+
+def test_torchs_faulty_last_row_is_read_as_it_is_and_told() -> None:
+    """Its 1F1B counts microbatches from 1 on the last rank: verify names what is missing."""
+    p, m = 4, 8
+    theirs = torch_schedules.Schedule1F1B._get_pipeline_order(
+        SimpleNamespace(_num_stages=p, _n_microbatches=m)
+    )
+    assert theirs is not None
+    text = "\n".join(",".join(words(theirs[rank])) for rank in range(p))
+    told = [str(one) for one in verify(from_csv(text))]
+    assert any("3F0 is missing" in one for one in told)

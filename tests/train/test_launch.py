@@ -68,8 +68,8 @@ def follows(rank):
 def stubborn(rank):
     note("stubborn", rank)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    distributed.barrier()
     if rank == 0:
-        time.sleep(0.2)
         raise RuntimeError("stop")
     time.sleep(60)
 

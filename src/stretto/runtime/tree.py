@@ -25,18 +25,27 @@ _PLAIN = (bool, int, float, str)
 _TENSOR: Spec = ("tensor",)
 
 
-def flatten(value: object, *, where: str = "value") -> tuple[list[torch.Tensor], Spec]:
+def flatten(
+    value: object, *, where: str = "value", keep_objects: bool = False
+) -> tuple[list[torch.Tensor], Spec]:
     """Take the tensors out of a nested value, in depth-first order.
 
     Args:
         value: The value.
         where: What to call the value in an error, for example `output of stage 2`.
+        keep_objects: Whether a part of another kind stays in the spec as it is. Such a spec can
+            only be built again by the same process.
 
     Raises:
         InputError: a part is of a kind that cannot travel; names its path.
     """
     leaves: list[torch.Tensor] = []
-    return leaves, _spec(value, leaves, where)
+    if not keep_objects:
+        return leaves, _spec(value, leaves, where)
+    try:
+        return leaves, _spec(value, leaves, where)
+    except InputError:
+        return [], ("object", value)
 
 
 def _spec(value: Any, leaves: list[torch.Tensor], path: str) -> Spec:

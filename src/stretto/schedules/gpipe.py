@@ -23,8 +23,8 @@ def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     Raises:
         InputError: a size is below 1.
 
-    Source: Huang et al., GPipe (arXiv 1811.06965); its figures draw the backwards in
-    reverse order of the microbatches, ours run in order.
+    Source: Huang et al., GPipe (arXiv 1811.06965). Our backwards run in the order of the
+    microbatches.
     """
     check_sizes("gpipe", num_ranks=num_ranks, num_microbatches=num_microbatches)
     return Schedule(

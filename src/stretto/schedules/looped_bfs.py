@@ -25,9 +25,9 @@ def looped_bfs(*, num_ranks: int, stages_per_rank: int, num_microbatches: int) -
     Raises:
         InputError: a size is below 1.
 
-    Source: Lamy-Poirier, Breadth-First Pipeline Parallelism (arXiv 2211.05953), in which a
-    rank's backwards may be in any order of microbatches; torch's `ScheduleLoopedBFS` runs them in
-    reverse, ours in order.
+    Source: Lamy-Poirier, Breadth-First Pipeline Parallelism (arXiv 2211.05953). On every stage our
+    backwards run in the order of the microbatches; those of torch's `ScheduleLoopedBFS` run in
+    reverse.
     """
     check_sizes(
         "looped_bfs",

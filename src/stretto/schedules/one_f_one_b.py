@@ -25,7 +25,7 @@ def one_f_one_b(*, num_ranks: int, num_microbatches: int) -> Schedule:
         InputError: a size is below 1.
 
     Source: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training (arXiv 2006.09503),
-    "1F1B-Flush"; Narayanan et al., Megatron-LM (arXiv 2104.04473).
+    "PipeDream-Flush"; Narayanan et al., Megatron-LM (arXiv 2104.04473).
     """
     check_sizes("one_f_one_b", num_ranks=num_ranks, num_microbatches=num_microbatches)
     return Schedule(

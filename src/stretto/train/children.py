@@ -8,7 +8,7 @@ import selectors
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 GRACE_S = 3.0
 """How long ranks have to leave by themselves after one failed, and to say why."""
@@ -33,7 +33,7 @@ class Child:
     pid: int
     reports: int
     said: bytes = b""
-    ended: bool = field(default=False)
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
