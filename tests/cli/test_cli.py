@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -141,3 +144,29 @@ def test_version_and_help_are_there() -> None:
     """Both print and end with 0."""
     assert stretto("--version").stdout.strip() == "0.1.0.dev0"
     assert "simulate" in stretto("--help").stdout
+
+
+def test_ctrl_c_ends_a_training_with_one_line(tmp_path: Path) -> None:
+    """Interrupted, the command says so in one line, ends with 3, and leaves no process."""
+    config = Path(__file__).parents[2] / "examples" / "shakespeare.toml"
+    words = [sys.executable, "-m", "stretto", "train", str(config), "--ranks", "2"]
+    words += ["--run.directory", str(tmp_path), "--run.name", "stopped", "--run.steps", "100000"]
+    words += ["--schedule.name", "one_f_one_b", "--schedule.split", "even"]
+    text = config.read_text().replace("stages_per_rank = 2", "")
+    own = tmp_path / "config.toml"
+    own.write_text(text)
+    words[4] = str(own)
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    log = tmp_path / "stopped" / "log.jsonl"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.read_text().count("\n") > 2):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 3
+    assert errors.strip().splitlines() == ["stretto: interrupted"]
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)

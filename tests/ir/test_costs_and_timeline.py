@@ -7,8 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from stretto.errors import EmptyTimelineError, InputError
 from stretto.ir import (
@@ -85,6 +83,8 @@ def test_hops_cost_latency_and_bytes_over_bandwidth() -> None:
     assert costs.hop_seconds(0, 1, stage=1) == Fraction(1, 2) + Fraction(20, 3)
     assert costs.hop_seconds(1, 0, stage=0) == 2
     assert costs.hop_seconds(0, 2, stage=0) == 0.5
+    floats = unit_costs(output_bytes=(1,), bandwidth_bytes_per_s=8.0)
+    assert str(floats.hop_seconds(0, 1, stage=0)) == "0.125"  # a float, not a fraction
     assert costs.hop_seconds(1, 1, stage=0) == 0
     assert uniform_costs(2, latency_s=7).hop_seconds(0, 1, stage=0) == 7
 
@@ -116,6 +116,7 @@ def test_words_of_a_drawing_last_until_they_change() -> None:
         (1, "1F1", 3, 4),
     ]
     assert [str(span.action) for span in compute_spans(drawn)] == ["0F0", "1F0", "0B0", "1F1"]
+    assert len(timeline_from_grid("0F0  .  0F0").spans) == 2
     with pytest.raises(InputError, match="is a pair; draw its halves"):
         timeline_from_grid("(0F1;0B0)OVERLAP_F_B")
 
@@ -134,15 +135,15 @@ def test_transfers_are_no_work() -> None:
     assert bubble_fraction(drawn) == Fraction(1, 2)
 
 
-@given(st.floats(0, 1), st.lists(st.floats(0, 1), min_size=1, max_size=6))
-def test_a_busy_rank_has_no_negative_bubble(start: float, cuts: list[float]) -> None:
-    """The sum of the spans' floats may round up past the whole; the figure stays in [0, 1)."""
-    times = [start, *sorted(start + cut for cut in cuts), start + 1]
+def test_a_busy_rank_has_no_negative_bubble() -> None:
+    """0.6 + 1.1 + 0.1 is more than 1.8 in floats; the figure stays in [0, 1)."""
+    times = [0.0, 0.6, 1.7, 1.8]
     spans = tuple(
-        Span(0, Action(0, Kind.F, index), left, right)
-        for index, (left, right) in enumerate(pairwise(times))
+        Span(0, Action(0, Kind.F, index), start, end)
+        for index, (start, end) in enumerate(pairwise(times))
     )
-    assert 0 <= bubble_fraction(Timeline(num_ranks=1, spans=spans)) < 1e-12
+    assert sum(span.end_s - span.start_s for span in spans) > 1.8
+    assert bubble_fraction(Timeline(num_ranks=1, spans=spans)) == 0
 
 
 def test_peaks_are_the_largest_amounts_of_the_curve() -> None:

@@ -132,12 +132,13 @@ def test_csv_without_a_schedule_is_told_why(text: str, told: str) -> None:
 
 def test_indices_outside_the_schedule_are_refused_where_it_is_built() -> None:
     """Rank, position and action are named."""
-    with pytest.raises(InputError, match=r"rank 0, position 1: 0F5 names a microbatch outside"):
-        Schedule(
-            placement=custom([0]),
-            num_microbatches=2,
-            ranks=((*SCHEDULE.ranks[0][:1], parse_action("0F5")),),
-        )
+    for word, told in (("0F2", "a microbatch outside 0..1"), ("1F0", "a stage outside 0..0")):
+        with pytest.raises(InputError, match=f"rank 0, position 1: {word} names {told}"):
+            Schedule(
+                placement=custom([0]),
+                num_microbatches=2,
+                ranks=((*SCHEDULE.ranks[0][:1], parse_action(word)),),
+            )
     with pytest.raises(InputError, match="num_microbatches is 0"):
         Schedule(placement=custom([0]), num_microbatches=0, ranks=((),))
     with pytest.raises(InputError, match="orders for 1 ranks, its placement has 2"):

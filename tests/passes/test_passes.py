@@ -27,8 +27,19 @@ def test_transfers_stand_where_they_are_produced() -> None:
     ]
 
 
+def test_receives_move_ahead_by_compute_items() -> None:
+    """One item earlier by default; sends that are due leave first."""
+    assert rows(add_comms(SMALL)) == [
+        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1",
+        "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
+    ]
+    assert rows(add_comms(SMALL, ahead=2))[0] == (
+        "0RECV_B0 0F0 0SEND_F0 0RECV_B1 0F1 0SEND_F1 0B0 0B1"
+    )
+
+
 def test_receives_move_ahead_within_their_channel() -> None:
-    """By default one compute item earlier, never past another receive of the channel."""
+    """However far ahead, never past another receive of the channel."""
     for ahead in (1, 2, 5):
         lowered = add_comms(build("one_f_one_b", num_ranks=4, num_microbatches=8), ahead=ahead)
         for order in lowered.ranks:

@@ -20,7 +20,12 @@ HELP = "Pipeline-parallel training for PyTorch in which the schedule is data."
 
 def make_app() -> App:
     """The verbs and their options."""
-    app = App(name="stretto", help=HELP, version=stretto.__version__)
+    app = App(
+        name="stretto",
+        help=HELP,
+        version=stretto.__version__,
+        suppress_keyboard_interrupt=False,
+    )
     for verb in (show.show, check.check, simulate.simulate, train.train):
         app.command(verb)
     return app

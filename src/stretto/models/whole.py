@@ -7,7 +7,7 @@ layers of that stage. Layers outside a rank's ranges need not be on its device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,6 +20,10 @@ from stretto.models.split import Partition
 
 LAYER_RANGE = "layer_range"
 """The keyword a whole module gets: a `range` of layer indices."""
+
+BEFORE_LAYER = "before_layer"
+"""A keyword it may take: a function to be called with a layer's index in front of that layer, or
+None. The engine then seeds random numbers by layer, so that dropout does not depend on the split."""
 
 
 class LayerRange(nn.Module):
@@ -42,10 +46,16 @@ class LayerRange(nn.Module):
         self.module = module
         self.layers = layers
         self.stage = stage
+        self._accepts = parameters_of(module)
+        if BEFORE_LAYER in (self._accepts.keywords or ()):
+            self.before_layer: Callable[[int], None] | None = None
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Call the module with the stage's layer range."""
-        return self.module(*args, **keywords, **{LAYER_RANGE: self.layers})
+        told: dict[str, Any] = {LAYER_RANGE: self.layers}
+        if BEFORE_LAYER in self.__dict__:
+            told[BEFORE_LAYER] = self.before_layer
+        return self.module(*args, **keywords, **told)
 
 
 def whole_model(
@@ -59,7 +69,8 @@ def whole_model(
     """A rank's stages of a model that is one module.
 
     Args:
-        module: Its forward takes the keyword `layer_range`, and what the stage before returned.
+        module: Its forward takes the keyword `layer_range`, and what the stage before returned;
+            it may take `before_layer`, so that dropout does not depend on the split.
         schedule: The schedule the stages are for (or its placement).
         rank: The rank, from 0.
         num_layers: Number of layers the ranges count.

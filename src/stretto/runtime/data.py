@@ -19,7 +19,6 @@ from stretto.runtime.step import StepCall
 from stretto.runtime.tree import flatten, unflatten
 from stretto.runtime.wire.message import (
     ALIGNMENT,
-    Message,
     decode_layout,
     encode_layout,
     make_message,
@@ -81,9 +80,11 @@ def decode_batch(call: StepCall, data: bytes) -> StepCall:
     frame = torch.empty(len(body), dtype=torch.uint8)
     if body:
         frame.copy_(torch.frombuffer(body, dtype=torch.uint8))
-    tensors = unpack(layout, frame, 0)
-    message = Message(layout, tensors)
-    batch = _from_plain(unflatten(message.layout.spec, message.tensors))
+    tensors = [
+        tensor.requires_grad_(one.requires_grad)
+        for tensor, one in zip(unpack(layout, frame, 0), layout.tensors, strict=True)
+    ]
+    batch = _from_plain(unflatten(layout.spec, tensors))
     return replace(call, inputs=batch["inputs"], targets=batch["targets"], extras=batch["extras"])
 
 

@@ -378,45 +378,45 @@ class Engine:
     def _run(self, call: StepCall) -> StepResult:
         if self._closed is not None:
             raise EngineClosedError(f"the engine is closed: {self._closed}", rank=self.rank)
-        call, notes = agree(self._group, partial(self._check, call), "the step")
+        (call, blob), notes = agree(self._group, partial(self._check, call), "the step")
         ended = [rank for rank, note in enumerate(notes) if note["ended"]]
         if ended:
             raise EndOfData(f"the data of ranks {ended} has ended", ranks=ended)
         settled = settle_call(notes, self._duties, self._microbatch_rows, data_rank=self._data_rank)
         require_equal(notes, "record", "recording")
-        if self._data_rank is not None and self.num_ranks > 1:
-            is_source = self.rank == self._data_rank
-            blob = encode_batch(call) if is_source else None
-            blob = self._group.broadcast(blob, self._data_rank)
-            call = call if is_source else decode_batch(call, blob)
-        if call.train and settled.sizes is not None:
-            self._microbatch_rows = max(settled.sizes)
-        given = cut_call(call, settled, self._duties, self.step_number)
-        wanted_inputs = call.inputs if given.keep_input_gradients else None
         program = self._program if call.train else self._eval_program(settled.num_microbatches)
         in_bubble = self._bubble_hooks if call.train else None
         recorder = Recorder() if self.record else None
         is_training = call.train
-        del call  # the batch itself goes with its last microbatch
         with self._closing_on_failure():
+            if self._data_rank is not None and self.num_ranks > 1:
+                blob = self._group.broadcast(blob, self._data_rank)
+                call = call if self.rank == self._data_rank else decode_batch(call, blob)
+            given = cut_call(call, settled, self._duties, self.step_number)
+            wanted_inputs = call.inputs if given.keep_input_gradients else None
+            del call, blob  # the batch itself goes with its last microbatch
             output = self._executor.run(program, given, recorder, in_bubble)
             result = self._result(output, given, recorder, wanted_inputs)
+        if is_training and settled.sizes is not None:
+            self._microbatch_rows = max(settled.sizes)
         self.step_number += is_training
         return result
 
-    def _check(self, call: StepCall) -> tuple[StepCall, Mapping[str, Any]]:
+    def _check(self, call: StepCall) -> tuple[tuple[StepCall, bytes | None], Mapping[str, Any]]:
+        """Check this rank's part; returns the call, its batch as bytes for other ranks, a note."""
         note: dict[str, Any] = {"ended": False, "record": self.record}
         if call.train and not torch.is_grad_enabled():
             raise InputError("step needs gradients; call it outside no_grad, or use eval_step")
         if self._data_rank is not None and self.rank != self._data_rank:
             call = replace(call, inputs=None, targets=None, extras={})
-            return call, {**check_call(call, self._duties, is_given=False), **note}
+            return (call, None), {**check_call(call, self._duties, is_given=False), **note}
         try:
             call = draw(call)
         except StopIteration:
-            return call, {**note, "ended": True}
-        has_all = self._data_rank is not None
-        return call, {**check_call(call, self._duties, needs_all=has_all), **note}
+            return (call, None), {**note, "ended": True}
+        is_source = self._data_rank is not None
+        note = {**check_call(call, self._duties, needs_all=is_source), **note}
+        return (call, encode_batch(call) if is_source and self.num_ranks > 1 else None), note
 
     def _eval_program(self, num_microbatches: int) -> Schedule:
         if num_microbatches not in self._eval_programs:
@@ -442,7 +442,7 @@ class Engine:
                 index: unflatten(message.layout.spec, message.tensors)
                 for index, message in output.input_gradients.items()
             }
-            input_gradients = merge_input_gradients(inputs, gradients)
+            input_gradients = merge_input_gradients(inputs, gradients, given.sizes)
         return StepResult(
             loss=reported.loss,
             microbatch_losses=reported.each,

@@ -7,7 +7,7 @@ values (`ir.deps`); what a RECV posted is waited for by the action that uses it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -57,9 +57,10 @@ class StepInput:
 
     Args:
         number: Number of the training step; evaluations carry that of the next one.
+        sizes: Rows of each microbatch, if there are rows.
         inputs: For the first stage, per microbatch; emptied as the step goes on.
-        targets: For the last stage, per microbatch; empty if there is no loss to compute.
-        extras: Keyword values per microbatch.
+        targets: For the last stage, likewise; empty if there is no loss to compute.
+        extras: Keyword values per microbatch, likewise.
         divisors: What each microbatch's loss is divided by.
         row_divisors: What a mean over each microbatch's rows is divided by.
         loss_scale: What everything that enters a backward is multiplied by.
@@ -72,9 +73,10 @@ class StepInput:
     """
 
     number: int
+    sizes: Sequence[int] | None
     inputs: list[Any]
-    targets: Sequence[Any]
-    extras: Sequence[Mapping[str, Any]]
+    targets: list[Any]
+    extras: list[Mapping[str, Any]]
     divisors: Sequence[float]
     row_divisors: Sequence[float]
     loss_scale: float
@@ -228,17 +230,20 @@ class Executor:
             row_divisor=given.row_divisors[microbatch],
             loss_scale=given.loss_scale,
         )
+        if stage == max(self._runners):  # forwards of a microbatch ascend, so nobody reads it again
+            given.extras[microbatch] = {}
         with self._at_work(action):
             self._call_hooks("before_forward", action, source)
-            output, terms = runner.forward(work, source, skipped)
-            del source
-            self._result.added += [
-                AddedTerm(name, microbatch, stage, term.scaled) for name, term in terms
-            ]
-            if stage == self._schedule.num_stages - 1:
-                self._finish_forward(runner, work, output)
-            else:
-                self._leave(runner, work, output)
+            with self._seeded(action):
+                output, terms = runner.forward(work, source, skipped)
+                del source
+                self._result.added += [
+                    AddedTerm(name, microbatch, stage, term.scaled) for name, term in terms
+                ]
+                if stage == self._schedule.num_stages - 1:
+                    self._finish_forward(runner, work, output)
+                else:
+                    self._leave(runner, work, output)
             self._call_hooks("after_forward", action, output)
 
     def _leave(self, runner: StageRunner, work: Work, output: Any) -> None:
@@ -252,7 +257,9 @@ class Executor:
         given, microbatch = self._given, work.microbatch
         # without a loss function, an evaluation cannot know beforehand whether outputs are losses
         if given.has_loss or (not given.loss_fns and _is_number(output)):
-            target = given.targets[microbatch] if given.targets else None
+            target = None
+            if given.targets:
+                target, given.targets[microbatch] = given.targets[microbatch], None
             main = given.loss_fns[given.loss_index] if given.loss_fns else None
             divisor = given.divisors[microbatch]
             self._result.losses[microbatch] = runner.loss(work, output, target, main, divisor)
@@ -272,7 +279,8 @@ class Executor:
         gradient, chained = self._take_needs(action, ValueKind.GRADIENT)
         with self._at_work(action):
             self._call_hooks("before_backward", action, gradient)
-            returned, skips = self._runners[stage].backward(microbatch, gradient, chained)
+            with self._seeded(action):
+                returned, skips = self._runners[stage].backward(microbatch, gradient, chained)
             if stage > 0:
                 self._values[Value(ValueKind.GRADIENT, stage, microbatch)] = returned
             elif self._given.keep_input_gradients:
@@ -365,11 +373,9 @@ class Executor:
 
     @contextmanager
     def _at_work(self, action: Action) -> Iterator[None]:
-        """Around user code: seeds, records, and says where an exception happened."""
+        """Around user code: records, and says where an exception happened."""
         try:
             with ExitStack() as stack:
-                if self._around.seeder is not None:
-                    stack.enter_context(self._seeded(self._around.seeder, action))
                 if self._recorder is not None:
                     stack.enter_context(self._recorder.span(action))
                     starts = action.kind is Kind.F and self._given.train
@@ -387,13 +393,18 @@ class Executor:
         if self._recorder is not None:
             self._recorder.held(self.live)
 
-    def _seeded(self, seeder: LayerSeeder, action: Action) -> Any:
+    def _seeded(self, action: Action) -> AbstractContextManager[None]:
+        """Around a stage, and not around hooks: what they draw is none of the stage's numbers."""
+        seeder = self._around.seeder
+        if seeder is None:
+            return nullcontext()
         return seeder.at_work(
             self._runners[action.stage].module,
             action.stage,
             self._given.number,
             action.microbatch,
             train=self._given.train,
+            backward=action.kind is not Kind.F,
         )
 
 

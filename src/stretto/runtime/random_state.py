@@ -4,6 +4,9 @@ The global random stream of a process depends on which stages it holds and in wh
 them, so dropout would depend on the split. Instead the default generator is seeded anew in front
 of every layer (the smallest unit that is never cut) of every microbatch, and left as it was after
 every action. The generator keeps 32 bits of a seed only, so the four numbers are hashed.
+
+A recomputation puts back the state it found in the forward. What a backward draws by itself depends
+on the stage, not on its layers.
 """
 
 from __future__ import annotations
@@ -47,39 +50,46 @@ class LayerSeeder:
 
     @contextmanager
     def at_work(
-        self, module: torch.nn.Module, stage: int, step: int, microbatch: int, *, train: bool
+        self,
+        module: torch.nn.Module,
+        stage: int,
+        step: int,
+        microbatch: int,
+        *,
+        train: bool,
+        backward: bool = False,
     ) -> Iterator[None]:
         """Run a stage on a microbatch: layers are seeded, and the generators put back after.
 
         A module that has layers of its own offers the attribute `before_layer`: a function that
-        it calls with each layer's index in front of it, or None. Others are seeded as a whole.
+        it calls with each layer's index in front of it, or None. Others are seeded as a whole, in
+        front of a backward as in front of the forward.
         """
 
-        def seed_layer(layer: int) -> None:
-            value = layer_seed(self.seed, step, microbatch, layer, train=train)
+        def seed(value: int) -> None:
             for generator in self._generators:
                 generator.manual_seed(value)
 
-        with GENERATOR_LOCK:
-            yield from self._seeded(module, stage, seed_layer)
+        def seed_layer(layer: int) -> None:
+            seed(layer_seed(self.seed, step, microbatch, layer, train=train))
 
-    def _seeded(
-        self, module: torch.nn.Module, stage: int, seed_layer: Callable[[int], None]
-    ) -> Iterator[None]:
-        states = [generator.get_state() for generator in self._generators]
         attributes: dict[str, Any] = module.__dict__
         before: Callable[[int], None] | None = attributes.get("before_layer")
-        try:
-            if "before_layer" in attributes:
-                attributes["before_layer"] = seed_layer
-            else:
-                seed_layer(stage)
-            yield
-        finally:
-            if "before_layer" in attributes:
-                attributes["before_layer"] = before
-            for generator, state in zip(self._generators, states, strict=True):
-                generator.set_state(state)
+        with GENERATOR_LOCK:
+            states = [generator.get_state() for generator in self._generators]
+            try:
+                if "before_layer" not in attributes:
+                    seed_layer(stage)
+                else:
+                    attributes["before_layer"] = seed_layer
+                    if backward:
+                        seed(mixed_seed("backward", self.seed, step, microbatch, stage))
+                yield
+            finally:
+                if "before_layer" in attributes:
+                    attributes["before_layer"] = before
+                for generator, state in zip(self._generators, states, strict=True):
+                    generator.set_state(state)
 
 
 @contextmanager

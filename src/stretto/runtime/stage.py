@@ -180,7 +180,7 @@ class StageRunner:
             return value
         if self.device.type == "cpu" and not self.wants_input_gradients:
             return given
-        leaves, spec = flatten(given, where="inputs")
+        leaves, spec = flatten(given, where="inputs", keep_objects=True)
         tensors, graph.inputs = self._let_in(leaves, [leaf.requires_grad for leaf in leaves], train)
         return unflatten(spec, tensors)
 

@@ -19,9 +19,10 @@ from stretto.ir import Schedule
 from stretto.runtime.agreement import require_compatible, require_equal
 from stretto.runtime.batch import (
     Rows,
+    common_rows,
     count_rows,
     cut_batch,
-    listed_length,
+    listed_lengths,
     split_sizes,
     total_rows,
 )
@@ -105,12 +106,15 @@ def check_call(
             f"loss_index is {call.loss_index}; there are {len(duties.loss_fns)} loss functions"
         )
     given = {"inputs": call.inputs, "targets": call.targets, **call.extras}
-    found = {name: listed_length(value) for name, value in given.items()}
-    lengths = {name: length for name, length in found.items() if length is not None}
+    lengths: dict[str, int] = {}
+    for name, value in given.items():
+        lengths |= listed_lengths(value, name)
+    listed = next(iter(lengths.values()), None)
+    expected = listed if count is None else count
     for name, length in lengths.items():
-        if count is not None and length != count:
+        if length != expected:
             raise InputError(
-                f"{name} is a list of {length} microbatches, the step has {count}; a list needs "
+                f"{name} is a list of {length} microbatches, the step has {expected}; a list needs "
                 "one entry per microbatch"
             )
     rows = _common_rows(given)
@@ -125,7 +129,7 @@ def check_call(
         "loss": [loss_scale, call.loss_index],
         "normaliser": normaliser,
         "has_targets": call.targets is not None,
-        "listed": next(iter(lengths.values()), None),
+        "listed": listed,
         "rows": rows,
     }
 
@@ -152,22 +156,12 @@ def _check_needed(call: StepCall, duties: Duties, needs_all: bool) -> None:
 
 def _common_rows(given: Mapping[str, Any]) -> Rows | None:
     counted = {name: count_rows(value, name) for name, value in given.items()}
-    known = {name: rows for name, rows in counted.items() if rows is not None}
-    first = next(iter(known.items()), None)
-    if first is None:
-        return None
-    for name, rows in known.items():
+    for name, rows in counted.items():
         if isinstance(rows, tuple) and 0 in rows:
             raise InputError(
                 f"{name}: microbatch {rows.index(0)} has no rows; each needs at least 1"
             )
-        if total_rows(rows) != total_rows(first[1]):
-            raise InputError(
-                f"{first[0]} has {total_rows(first[1])} rows, {name} has {total_rows(rows)}; they "
-                "must be the same (mark what is not cut with stretto.whole)"
-            )
-    # sizes of ready-made microbatches say more than the size of the whole
-    return next((rows for rows in known.values() if isinstance(rows, tuple)), first[1])
+    return common_rows(counted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,20 +252,23 @@ def _eval_count(rows: Rows | None, microbatch_rows: int | None, default: int) ->
 
 def cut_call(call: StepCall, settled: Settled, duties: Duties, number: int) -> StepInput:
     """Cut this rank's values into the agreed microbatches; `number` is that of the step."""
-    count = settled.num_microbatches
+    count, sizes = settled.num_microbatches, settled.sizes
     keep_grad = call.train and call.return_input_gradients
     inputs: list[Any] = []
     if duties.has_first:
-        inputs = cut_batch(call.inputs, count, "inputs", keep_grad=keep_grad)
+        inputs = cut_batch(call.inputs, count, "inputs", sizes=sizes, keep_grad=keep_grad)
     targets: list[Any] = []
     if duties.has_last and settled.has_loss and call.targets is not None:
-        targets = cut_batch(call.targets, count, "targets")
-    columns = {name: cut_batch(value, count, name) for name, value in call.extras.items()}
+        targets = cut_batch(call.targets, count, "targets", sizes=sizes)
+    columns = {
+        name: cut_batch(value, count, name, sizes=sizes) for name, value in call.extras.items()
+    }
     keep_outputs = call.return_outputs
     if keep_outputs is None:  # an evaluation without a loss is for its outputs
         keep_outputs = not call.train and not settled.has_loss
     return StepInput(
         number=number,
+        sizes=sizes,
         inputs=inputs,
         targets=targets,
         extras=[

@@ -40,15 +40,10 @@ def flatten(
         InputError: a part is of a kind that cannot travel; names its path.
     """
     leaves: list[torch.Tensor] = []
-    if not keep_objects:
-        return leaves, _spec(value, leaves, where)
-    try:
-        return leaves, _spec(value, leaves, where)
-    except InputError:
-        return [], ("object", value)
+    return leaves, _spec(value, leaves, where, keep_objects)
 
 
-def _spec(value: Any, leaves: list[torch.Tensor], path: str) -> Spec:
+def _spec(value: Any, leaves: list[torch.Tensor], path: str, keep: bool) -> Spec:
     if isinstance(value, torch.Tensor):
         leaves.append(value)
         return _TENSOR
@@ -61,24 +56,27 @@ def _spec(value: Any, leaves: list[torch.Tensor], path: str) -> Spec:
     if isinstance(value, torch.Size):
         return ("size", tuple(value))
     if type(value) in (tuple, list):
-        return (type(value).__name__, _children(enumerate(value), leaves, path))
-    if type(value) in (dict, OrderedDict):
+        return (type(value).__name__, _children(enumerate(value), leaves, path, keep))
+    if type(value) in (dict, OrderedDict) and not (keep and _has_odd_key(value)):
         return (
             type(value).__name__,
             tuple(_key(key, path) for key in value),
-            _children(value.items(), leaves, path),
+            _children(value.items(), leaves, path, keep),
         )
     fields: Any = getattr(value, "_fields", None)
     if isinstance(value, tuple) and fields is not None:
         return (
             "namedtuple",
             _class_name(type(value)),
-            _children(zip(fields, value, strict=True), leaves, path),
+            _children(zip(fields, value, strict=True), leaves, path, keep),
         )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = tuple(field.name for field in dataclasses.fields(value))
         parts = ((name, getattr(value, name)) for name in names)
-        return ("dataclass", _class_name(type(value)), names, _children(parts, leaves, path))
+        children = _children(parts, leaves, path, keep)
+        return ("dataclass", _class_name(type(value)), names, children)
+    if keep:
+        return ("object", value)
     raise InputError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot travel "
         "between stages; tensors, None, bool, int, float, str and tuples, lists, dicts, named "
@@ -87,9 +85,13 @@ def _spec(value: Any, leaves: list[torch.Tensor], path: str) -> Spec:
 
 
 def _children(
-    parts: Iterable[tuple[object, object]], leaves: list[torch.Tensor], path: str
+    parts: Iterable[tuple[object, object]], leaves: list[torch.Tensor], path: str, keep: bool
 ) -> tuple[Spec, ...]:
-    return tuple(_spec(part, leaves, f"{path}[{key!r}]") for key, part in parts)
+    return tuple(_spec(part, leaves, f"{path}[{key!r}]", keep) for key, part in parts)
+
+
+def _has_odd_key(value: Iterable[object]) -> bool:
+    return any(key is not None and type(key) not in _PLAIN for key in value)
 
 
 def _key(key: object, path: str) -> Spec:
@@ -140,6 +142,7 @@ _BUILDERS: dict[str, Callable[[Spec, Iterator[torch.Tensor | None]], Any]] = {
     "plain": lambda spec, leaves: spec[2],
     "dtype": lambda spec, leaves: getattr(torch, spec[1]),
     "size": lambda spec, leaves: torch.Size(spec[1]),
+    "object": lambda spec, leaves: spec[1],
     "tuple": lambda spec, leaves: tuple(_build(child, leaves) for child in spec[1]),
     "list": lambda spec, leaves: [_build(child, leaves) for child in spec[1]],
     "dict": _build_dict,

@@ -78,6 +78,11 @@ def compare_calls(rank: int, group: Any, num_ranks: int) -> list[str]:
     return wrong
 
 
+def modules_of(engine: Engine) -> list[nn.Module]:
+    """All modules of this rank's stages."""
+    return [module for stage in engine.stages.values() for module in stage.modules()]
+
+
 def differing_from(engine: Engine, expected: dict[str, torch.Tensor]) -> list[str]:
     """The names of this rank's gradients that are not these, bit for bit."""
     found = gradients_here(engine)
@@ -122,7 +127,7 @@ def check_untouched(rank: int, group: Any) -> list[str]:
             layer.calls.clear()
         state = [{k: v.clone() for k, v in stage.state_dict().items()} for stage in stages.values()]
         gradients = gradients_here(engine)
-        modes = [module.training for stage in stages.values() for module in stage.modules()]
+        modes = [module.training for module in modules_of(engine)]
         stream = torch.get_rng_state()
         first = engine.eval_step(*toy_batch(7), num_microbatches=2).loss
         second = engine.eval_step(*toy_batch(7), num_microbatches=2).loss
@@ -133,7 +138,7 @@ def check_untouched(rank: int, group: Any) -> list[str]:
                 wrong.append(f"{name}: evaluation called {layer.calls}")
         if not torch.equal(stream, torch.get_rng_state()):
             wrong.append(f"{name}: the random stream moved")
-        if modes != [module.training for stage in stages.values() for module in stage.modules()]:
+        if modes != [module.training for module in modules_of(engine)]:
             wrong.append(f"{name}: modes changed")
         for stage, kept in zip(stages.values(), state, strict=True):
             wrong += [
@@ -143,11 +148,11 @@ def check_untouched(rank: int, group: Any) -> list[str]:
             ]
         wrong += [f"{name}: {one}" for one in differing_from(engine, gradients)]
         try:
-            engine.eval_step(torch.ones(2, 3, dtype=torch.float64), torch.ones(2, 3))
-            wrong.append(f"{name}: rows of another width were taken")
-        except Exception:
-            if modes != [module.training for s in stages.values() for module in s.modules()]:
-                wrong.append(f"{name}: a failed evaluation changed modes")
+            engine.eval_step(torch.ones(2, 4, dtype=torch.float64), torch.ones(3, 4))
+            wrong.append(f"{name}: other rows than targets were taken")
+        except InputError:
+            if modes != [module.training for module in modules_of(engine)]:
+                wrong.append(f"{name}: a refused evaluation changed modes")
         engine.close()
     return wrong
 

@@ -1,4 +1,4 @@
-"""Sizes at the edge: few microbatches, one rank, several stages per rank, layers that do not divide.
+"""Sizes at the edge: few microbatches, one rank, several stages per rank, layers left over.
 
 What goes wrong elsewhere: fewer microbatches than stages hang, as the length of the warmup is not
 limited, and the guard added later forbids schedules that were fine; with one stage there are no
