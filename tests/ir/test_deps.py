@@ -115,7 +115,7 @@ def test_other_values_cross_nothing(value: tuple) -> None:
 
 
 def test_the_replica_of_a_microbatch_decides_the_ranks() -> None:
-    """With two replicas the same stage sends downwards for one microbatch, upwards for the other."""
+    """Of two replicas one sends its outputs down the ranks, the other one up."""
     schedule = Schedule(
         placement=bidirectional(num_ranks=2),
         num_microbatches=2,

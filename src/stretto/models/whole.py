@@ -7,14 +7,14 @@ layers of that stage. Layers outside a rank's ranges need not be on its device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from stretto.errors import InputError
 from stretto.ir import Placement, Schedule
-from stretto.ir.calling import parameters_of
+from stretto.ir.calling import gather, parameters_of
 from stretto.models.partition import By, layers_per_stage
 from stretto.models.split import Partition
 
@@ -50,12 +50,16 @@ class LayerRange(nn.Module):
         if BEFORE_LAYER in (self._accepts.keywords or ()):
             self.before_layer: Callable[[int], None] | None = None
 
-    def forward(self, *args: Any, **keywords: Any) -> Any:
-        """Call the module with the stage's layer range."""
+    def forward(
+        self, *args: Any, stage_extras: Mapping[str, Any] | None = None, **keywords: Any
+    ) -> Any:
+        """Call the module with the stage's layer range, and with those extras that it names."""
         told: dict[str, Any] = {LAYER_RANGE: self.layers}
         if BEFORE_LAYER in self.__dict__:
             told[BEFORE_LAYER] = self.before_layer
-        return self.module(*args, **keywords, **told)
+        if stage_extras is not None:
+            args, keywords = self._accepts.arguments(gather(args, keywords), stage_extras)
+        return self.module(*args, **{**keywords, **told})
 
 
 def whole_model(
