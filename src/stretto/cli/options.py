@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from cyclopts import Parameter
 
 from stretto.errors import InputError
 from stretto.ir import Costs, Schedule, parse_number, uniform_costs
@@ -41,30 +43,80 @@ def read_text(path: str) -> str:
         raise InputError(f"cannot read {path}: {reason}") from error
 
 
-def make_schedule(
-    name: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None
-) -> Schedule:
-    """The schedule of a generator's name, or of a file.
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Which schedule, and what it costs: the options of every verb that takes a schedule.
 
-    Raises:
-        InputError: a size is missing or does not suit, or sizes were given besides a file.
+    Parameters
+    ----------
+    ranks
+        Number of ranks.
+    microbatches
+        Number of microbatches.
+    stages_per_rank
+        Stages on each rank, for generators that take it.
+    unit_costs
+        Costs of every stage as F,I,W; 1,1,1 if not given, so B is 2.
+    costs
+        A file of costs.
+    latency
+        Time of every hop between ranks.
     """
-    sizes = {"ranks": ranks, "microbatches": microbatches, "stages-per-rank": stages_per_rank}
-    if is_file(name):
-        given = [f"--{option}" for option, value in sizes.items() if value is not None]
-        if given:
-            raise InputError(f"{name} is a file and has its sizes; leave out {' '.join(given)}")
-        return read_schedule(name)
-    from stretto.schedules import build
 
-    missing = [f"--{option}" for option in ("ranks", "microbatches") if sizes[option] is None]
-    options = {} if stages_per_rank is None else {"stages_per_rank": stages_per_rank}
-    if missing:
-        # an unknown name is the first thing to say
-        build(name, num_ranks=2, num_microbatches=2, **(options or _smallest(name)))
-        raise InputError(f"{name} needs {' and '.join(missing)}, whole numbers of at least 1")
-    assert ranks is not None and microbatches is not None
-    return build(name, num_ranks=ranks, num_microbatches=microbatches, **options)
+    ranks: int | None = None
+    microbatches: int | None = None
+    stages_per_rank: int | None = None
+    unit_costs: str | None = None
+    costs: str | None = None
+    latency: str | None = None
+
+    def schedule(self, name: str) -> Schedule:
+        """The schedule of a generator's name, or of a file.
+
+        Raises:
+            InputError: a size is missing or does not suit, or sizes were given besides a file.
+        """
+        sizes = {
+            "--ranks": self.ranks,
+            "--microbatches": self.microbatches,
+            "--stages-per-rank": self.stages_per_rank,
+        }
+        given = [option for option, value in sizes.items() if value is not None]
+        if is_file(name):
+            if given:
+                raise InputError(f"{name} is a file and has its sizes; leave out {' '.join(given)}")
+            return read_schedule(name)
+        from stretto.schedules import build
+
+        options = {}
+        if self.stages_per_rank is not None:
+            options["stages_per_rank"] = self.stages_per_rank
+        if self.ranks is None or self.microbatches is None:
+            # an unknown name is the first thing to say
+            build(name, num_ranks=2, num_microbatches=2, **(options or _smallest(name)))
+            missing = [one for one in ("--ranks", "--microbatches") if one not in given]
+            raise InputError(f"{name} needs {' and '.join(missing)}, whole numbers of at least 1")
+        return build(name, num_ranks=self.ranks, num_microbatches=self.microbatches, **options)
+
+    def costs_of(self, schedule: Schedule) -> Costs:
+        """Costs from `F,I,W`, from a file, or unit costs; with a latency for every hop.
+
+        Raises:
+            InputError: both were given, or one cannot be read.
+        """
+        if self.unit_costs is not None and self.costs is not None:
+            raise InputError("--unit-costs and --costs exclude each other; give one")
+        if self.costs is not None:
+            made = costs_from_json(read_text(self.costs))
+        else:
+            words = "1,1,1" if self.unit_costs is None else self.unit_costs
+            numbers = [parse_number(word) for word in words.split(",")]
+            if len(numbers) != 3:
+                raise InputError(f"--unit-costs is {words!r}; it must be three numbers: F,I,W")
+            f, i, w = numbers
+            made = uniform_costs(schedule.num_stages, forward_s=f, input_s=i, weight_s=w)
+        return made if self.latency is None else replace(made, latency_s=parse_number(self.latency))
 
 
 def _smallest(name: str) -> dict[str, int]:
@@ -75,26 +127,3 @@ def _smallest(name: str) -> dict[str, int]:
     generator = GENERATORS.get(name)
     takes = () if generator is None else inspect.signature(generator).parameters
     return {"stages_per_rank": 2} if "stages_per_rank" in takes else {}
-
-
-def make_costs(
-    num_stages: int, unit_costs: str | None, costs: str | None, latency: str | None
-) -> Costs:
-    """Costs from `F,I,W`, from a file, or unit costs; with a latency for every hop.
-
-    Raises:
-        InputError: both were given, or one cannot be read.
-    """
-    if unit_costs is not None and costs is not None:
-        raise InputError("--unit-costs and --costs exclude each other; give one")
-    if costs is not None:
-        made = costs_from_json(read_text(costs))
-    else:
-        words = "1,1,1" if unit_costs is None else unit_costs
-        numbers = [parse_number(word) for word in words.split(",")]
-        if len(numbers) != 3:
-            raise InputError(f"--unit-costs is {words!r}; it must be three numbers: F,I,W")
-        made = uniform_costs(
-            num_stages, forward_s=numbers[0], input_s=numbers[1], weight_s=numbers[2]
-        )
-    return made if latency is None else replace(made, latency_s=parse_number(latency))

@@ -7,18 +7,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from stretto.cli.options import make_costs, make_schedule
+from stretto.cli.options import Wanted
 
 
 def simulate(
     name: str,
     *,
-    ranks: int | None = None,
-    microbatches: int | None = None,
-    stages_per_rank: int | None = None,
-    unit_costs: str | None = None,
-    costs: str | None = None,
-    latency: str | None = None,
+    wanted: Wanted | None = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
     """Print makespan, longest rank span, bubble, peak per rank and a lower bound.
@@ -27,18 +22,8 @@ def simulate(
     ----------
     name
         A generator (gpipe, one_f_one_b, interleaved_1f1b, looped_bfs) or a .csv or .json file.
-    ranks
-        Number of ranks.
-    microbatches
-        Number of microbatches.
-    stages_per_rank
-        Stages on each rank, for generators that take it.
-    unit_costs
-        Costs of every stage as F,I,W; 1,1,1 if not given, so B is 2.
-    costs
-        A file of costs.
-    latency
-        Time of every hop between ranks.
+    wanted
+        Sizes and costs.
     as_json
         Write the figures as JSON.
     """
@@ -47,10 +32,11 @@ def simulate(
     from stretto.simulate import simulate as run
     from stretto.view import summarise, write_number
 
-    schedule = make_schedule(name, ranks, microbatches, stages_per_rank)
-    made = make_costs(schedule.num_stages, unit_costs, costs, latency)
-    timeline = run(schedule, made)
-    bound = lower_bound(schedule, made)
+    wanted = Wanted() if wanted is None else wanted
+    schedule = wanted.schedule(name)
+    costs = wanted.costs_of(schedule)
+    timeline = run(schedule, costs)
+    bound = lower_bound(schedule, costs)
     if as_json:
         figures = {
             "makespan": float(makespan(timeline)),

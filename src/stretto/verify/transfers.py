@@ -23,7 +23,7 @@ def find_bad_transfers(schedule: Schedule) -> Iterator[Violation]:
             problem = _problem(schedule, due, seen, item, rank)
             if problem is not None:
                 sound = False
-                yield _transfer(rank, position, item, *problem)
+                yield _broken(Rule.TRANSFER, rank, position, item, *problem)
                 continue
             seen[item] = (rank, position)
             sent, received = streams.setdefault(channel_of(item, schedule), ([], []))
@@ -32,7 +32,7 @@ def find_bad_transfers(schedule: Schedule) -> Iterator[Violation]:
         if action not in seen:
             sound = False
             rank = schedule.rank_of(action.stage, action.microbatch)
-            yield _transfer(rank, None, action, "is missing", f"add it to rank {rank}")
+            yield _broken(Rule.TRANSFER, rank, None, action, "is missing", f"add it to rank {rank}")
     if sound:
         for channel, (sent, received) in streams.items():
             yield from _channel_disorder(due, seen, channel, sent, received)
@@ -70,11 +70,11 @@ def _problem(
     return None
 
 
-def _transfer(
-    rank: int, position: int | None, action: Action, problem: str, remedy: str
+def _broken(
+    rule: Rule, rank: int, position: int | None, action: Action, problem: str, remedy: str
 ) -> Violation:
     return Violation(
-        rule=Rule.TRANSFER,
+        rule=rule,
         rank=rank,
         position=position,
         action=str(action),
@@ -136,34 +136,24 @@ def _bad_frees_of(
                     elif value not in sent:
                         problem, remedy = "before its send", "put it behind the SEND"
                     if problem:
-                        yield _free(rank, position, action, problem, remedy)
+                        yield _broken(Rule.FREE, rank, position, action, problem, remedy)
                     freed[value] = position
                 elif value in freed:
                     first = freed[value]
                     remedy = f"the free is at position {first}; move it behind the last use"
-                    yield _free(rank, position, action, "uses what was freed", remedy)
+                    yield _broken(Rule.FREE, rank, position, action, "uses what was freed", remedy)
                 if action.kind in SENDS:
                     sent.setdefault(value, position)
     for value, position in sent.items():
         if value not in freed:
             kind = Kind.FREE_F if order_kind(order, position) is Kind.SEND_F else Kind.FREE_B
             missing = Action(value.stage, kind, value.microbatch, value.target)
-            yield _free(rank, None, missing, "is missing", f"add it behind position {position}")
+            yield _broken(
+                Rule.FREE, rank, None, missing, "is missing", f"add it behind position {position}"
+            )
 
 
 def order_kind(order: tuple[AnyAction, ...], position: int) -> Kind | None:
     """The kind of the single action at a position."""
     item = order[position]
     return item.kind if isinstance(item, Action) else None
-
-
-def _free(rank: int, position: int | None, action: Action, problem: str, remedy: str) -> Violation:
-    return Violation(
-        rule=Rule.FREE,
-        rank=rank,
-        position=position,
-        action=str(action),
-        problem=problem,
-        remedy=remedy,
-        lowered=True,
-    )
