@@ -175,7 +175,7 @@ class GlooTransport:
 class _Parcel(NamedTuple):
     """What goes out for one message, in order, and whom to tell."""
 
-    frames: tuple[torch.Tensor, ...]
+    frames: list[torch.Tensor]
     pending: Pending
 
 
@@ -204,7 +204,7 @@ class _Worker:
                     raise self._broken
                 self._work(job)
             except Exception as error:
-                self._broken = error
+                self._broken = error.with_traceback(None)  # which holds this frame
                 pending.fail(error)
             del job, pending
 
@@ -224,13 +224,13 @@ class _Sender(_Worker):
         pending = Pending(action, self._channel)
         frame = self._frame(action, message.layout, b"")
         pack(message, frame, ALIGNMENT)
-        frames = (frame,)
+        frames = [frame]
         if is_new:
             self._known[edge] = message.layout
             layout_bytes = encode_layout(message.layout)
             announcement = self._frame(action, known, layout_bytes)
             layout = torch.frombuffer(bytearray(layout_bytes), dtype=torch.uint8)
-            frames = (announcement, layout, frame)
+            frames = [announcement, layout, frame]
         self.jobs.put(_Parcel(frames, pending))
         return pending, is_new
 
@@ -243,9 +243,9 @@ class _Sender(_Worker):
 
     def _work(self, job: _Parcel | Pending) -> None:
         assert isinstance(job, _Parcel) and self._group is not None
-        for frame in job.frames:
-            self._group.send([frame], self._peer, self._tag).wait()
-        job.pending.finish(None, time.perf_counter_ns())
+        while job.frames:  # each is let go as soon as it has left
+            self._group.send([job.frames.pop(0)], self._peer, self._tag).wait()
+        job.pending.finish(time.perf_counter_ns())
 
 
 class _Receiver(_Worker):
@@ -255,6 +255,11 @@ class _Receiver(_Worker):
 
     def _work(self, job: _Parcel | Pending) -> None:
         assert isinstance(job, Pending)
+        # nothing of the message is held here any more when its receiver wakes
+        job.message = self._message(job)
+        job.finish(time.perf_counter_ns())
+
+    def _message(self, job: Pending) -> Message:
         edge = edge_of(job.action)
         layout = self._known.get(edge)
         frame = self._receive(_frame_bytes(layout))
@@ -265,7 +270,7 @@ class _Receiver(_Worker):
             frame = self._receive(_frame_bytes(layout))
             self._check(frame, job.action)
         assert layout is not None
-        job.finish(Message(layout, unpack(layout, frame, ALIGNMENT)), time.perf_counter_ns())
+        return Message(layout, unpack(layout, frame, ALIGNMENT))
 
     def _receive(self, size: int) -> torch.Tensor:
         assert self._group is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from stretto.errors import ExecutionError, InputError, RemoteError, TransportError
@@ -38,9 +38,11 @@ class InProcessHub:
         self.num_ranks = num_ranks
         self.rule = rule
         self.timeout_s = timeout_s
-        self.failure: tuple[int, BaseException] | None = None
+        self.failure: tuple[int, str] | None = None
+        """The rank that failed first, and what its error said; the error would hold its frames."""
         self._lock = threading.Condition()
-        self._rounds: list[dict[int, bytes]] = []
+        self._rounds: dict[int, dict[int, bytes]] = {}
+        self._left: Counter[int] = Counter()
         self._entered = [0] * num_ranks
         self._engines = [0] * num_ranks
         self._streams: dict[tuple[int, Channel], _Stream] = {}
@@ -55,7 +57,7 @@ class InProcessHub:
         """Wake every rank that waits: this rank has failed."""
         with self._lock:
             if self.failure is None:
-                self.failure = (rank, error)
+                self.failure = (rank, str(error))
             self._lock.notify_all()
             streams = list(self._streams.values())
         for stream in streams:
@@ -64,23 +66,24 @@ class InProcessHub:
     def remote_error(self) -> ExecutionError:
         """The error other ranks raise for the failure."""
         assert self.failure is not None
-        rank, error = self.failure
-        return RemoteError(f"rank {rank} failed: {error}", rank=rank)
+        rank, text = self.failure
+        return RemoteError(f"rank {rank} failed: {text}", rank=rank)
 
     def gather(self, rank: int, payload: bytes) -> list[bytes]:
         """Exchange payloads; the n-th call of every rank belongs together."""
         with self._lock:
             index = self._entered[rank]
             self._entered[rank] += 1
-            while len(self._rounds) <= index:
-                self._rounds.append({})
-            here = self._rounds[index]
+            here = self._rounds.setdefault(index, {})
             here[rank] = payload
             self._lock.notify_all()
             arrived = self._lock.wait_for(
                 lambda: len(here) == self.num_ranks or self.failure is not None, self.timeout_s
             )
             if len(here) == self.num_ranks:
+                self._left[index] += 1
+                if self._left[index] == self.num_ranks:
+                    del self._rounds[index], self._left[index]
                 return [here[other] for other in range(self.num_ranks)]
             if self.failure is not None:
                 raise self.remote_error()
@@ -188,7 +191,7 @@ class _Stream:
         with self._lock:
             self._sends.append((pending, message))
             if eager:
-                pending.finish(None, time.perf_counter_ns())
+                pending.finish(time.perf_counter_ns())
             self._match()
 
     def add_receive(self, pending: Pending) -> None:
@@ -211,6 +214,8 @@ class _Stream:
             sending, message = self._sends.popleft()
             receiving = self._receives.popleft()
             now_ns = time.perf_counter_ns()
-            receiving.finish(message, now_ns)
+            receiving.message = message
+            del message
+            receiving.finish(now_ns)
             if not sending.is_done:
-                sending.finish(None, now_ns)
+                sending.finish(now_ns)

@@ -32,9 +32,8 @@ class Pending:
         self.done_ns = 0
         self._done = threading.Event()
 
-    def finish(self, message: Message | None, now_ns: int) -> None:
-        """The transfer is over; a RECV has its message."""
-        self.message = message
+    def finish(self, now_ns: int) -> None:
+        """The transfer is over; a RECV has been given its `message` before."""
         self.done_ns = now_ns
         self._done.set()
 
@@ -49,7 +48,7 @@ class Pending:
         return self._done.is_set()
 
     def wait(self, timeout_s: float) -> Message | None:
-        """Wait until the transfer is over.
+        """Wait until the transfer is over; an error is raised once, and then forgotten.
 
         Raises:
             TransportError: it failed, or took longer than `timeout_s`.
@@ -68,7 +67,8 @@ class Pending:
                 f"{self.action} on channel {self.channel} failed: {self.error}",
                 action=str(self.action),
             ) from self.error
-        return self.message
+        message, self.message = self.message, None  # whoever else holds the transfer lets go
+        return message
 
 
 class Transport(Protocol):
