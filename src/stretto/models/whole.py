@@ -22,8 +22,10 @@ LAYER_RANGE = "layer_range"
 """The keyword a whole module gets: a `range` of layer indices."""
 
 BEFORE_LAYER = "before_layer"
-"""A keyword it may take: a function to be called with a layer's index in front of that layer, or
-None. The engine then seeds random numbers by layer, so that dropout does not depend on the split."""
+"""A keyword it may take: a function to call with each layer's index in front of it, or None.
+
+The engine then seeds random numbers by layer, so that dropout does not depend on the split.
+"""
 
 
 class LayerRange(nn.Module):

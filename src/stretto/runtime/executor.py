@@ -255,6 +255,10 @@ class Executor:
 
     def _finish_forward(self, runner: StageRunner, work: Work, output: Any) -> None:
         given, microbatch = self._given, work.microbatch
+        if given.keep_outputs:  # as they are now: the stage or the loss may write to them again
+            leaves, spec = flatten(output, where="the output of the last stage")
+            copies = [leaf.detach().clone() for leaf in leaves]
+            self._result.outputs[microbatch] = unflatten(spec, copies)
         # without a loss function, an evaluation cannot know beforehand whether outputs are losses
         if given.has_loss or (not given.loss_fns and _is_number(output)):
             target = None
@@ -270,9 +274,6 @@ class Executor:
                     self._result.added.append(
                         AddedTerm(f"loss[{index}]", microbatch, runner.index, value)
                     )
-        if given.keep_outputs:
-            leaves, spec = flatten(output, where="the output of the last stage")
-            self._result.outputs[microbatch] = unflatten(spec, [leaf.detach() for leaf in leaves])
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch

@@ -21,9 +21,9 @@ class HookEvent:
         stage: Index of the stage.
         microbatch: Index of the microbatch.
         train: Whether this is a training step.
-        value: Before a forward its input, after it its output; before a backward the gradients
-            of its outputs (None on the last stage), after it those of its inputs (None on the
-            first stage).
+        value: Before a forward its input, after it its output. Before a backward the gradients of
+            its output (None on the last stage), after it those of its input (None on the first
+            stage): a list with one entry per tensor, None for one that has no gradient.
     """
 
     location: str

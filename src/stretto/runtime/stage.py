@@ -29,29 +29,43 @@ from stretto.runtime.wire.message import Message, make_message
 class _Slot:
     """Where the gradient of one entering tensor is left."""
 
-    __slots__ = ("edge", "gradient")
+    __slots__ = ("gradient",)
 
     def __init__(self) -> None:
-        self.edge: GradientEdge | None = None
         self.gradient: torch.Tensor | None = None
 
 
 class _Entry(torch.autograd.Function):
     """The identity, without a copy; its backward leaves the gradient in a slot.
 
+    Its result needs a gradient since the anchor does, which is an empty tensor. Were the tensor
+    itself the leaf, the graph would hold its data even where no operation needs it.
+
     The result shares memory and version with what it was given, so an in-place change of a value
     that the stage before still needs is an error in that stage's backward, as in a plain run.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, slot: _Slot) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor, slot: _Slot) -> torch.Tensor:
         ctx.slot = slot
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch declares it for any number of arguments
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch declares it for any number of arguments
         ctx.slot.gradient = gradients[0]
-        return None, None
+        return None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Entered:
+    """A tensor that entered with a gradient: where that is left, and the place in the graph.
+
+    The slot must not hold the edge: the graph holds the slot, and the circle would keep both, and
+    all the graph needs, until Python's collector runs.
+    """
+
+    slot: _Slot
+    edge: GradientEdge
 
 
 @dataclass(slots=True)
@@ -59,16 +73,18 @@ class _Graph:
     """What a forward leaves for its backward: where gradients enter and where they come out.
 
     Args:
-        inputs: One slot per tensor that entered; None for one without a gradient.
+        inputs: One per tensor that entered; None for one without a gradient.
         roots: One edge per tensor of the output; on the last stage, the loss.
-        used: Skip name → slots of what entered.
+        used: Skip name → what entered.
         made: Skip name → edges of what was made for later stages.
         inner: Edges of losses added inside the stage.
     """
 
-    inputs: list[_Slot | None] = field(default_factory=list["_Slot | None"])
+    inputs: list[_Entered | None] = field(default_factory=list["_Entered | None"])
     roots: list[GradientEdge | None] = field(default_factory=list["GradientEdge | None"])
-    used: dict[str, list[_Slot | None]] = field(default_factory=dict[str, "list[_Slot | None]"])
+    used: dict[str, list[_Entered | None]] = field(
+        default_factory=dict[str, "list[_Entered | None]"]
+    )
     made: dict[str, list[GradientEdge | None]] = field(
         default_factory=dict[str, "list[GradientEdge | None]"]
     )
@@ -122,6 +138,7 @@ class StageRunner:
         self._skips = skips
         self._accepts = parameters_of(module)
         self._graphs: dict[int, _Graph] = {}
+        self._anchor = torch.empty(0, requires_grad=True)
         self.wants_input_gradients = False
         """Whether gradients of the batch's own tensors are asked for, in this step."""
 
@@ -189,35 +206,35 @@ class StageRunner:
     ) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for source, message in skipped.items():
-            opened, slots = self._open(message, train)
+            opened, entered = self._open(message, train)
             values |= opened
-            waiting = iter(slots)
+            waiting = iter(entered)
             for name in self._skips.sent(source, self.index):
                 leaves, _ = flatten(opened[name])
                 graph.used[name] = [next(waiting) for _ in leaves]
         return values
 
-    def _open(self, message: Message, train: bool) -> tuple[Any, list[_Slot | None]]:
+    def _open(self, message: Message, train: bool) -> tuple[Any, list[_Entered | None]]:
         message.check_unchanged()
         wanted = [layout.requires_grad for layout in message.layout.tensors]
-        tensors, slots = self._let_in(message.tensors, wanted, train)
-        return unflatten(message.layout.spec, tensors), slots
+        tensors, entered = self._let_in(message.tensors, wanted, train)
+        return unflatten(message.layout.spec, tensors), entered
 
     def _let_in(
         self, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], train: bool
-    ) -> tuple[list[torch.Tensor], list[_Slot | None]]:
-        entered: list[torch.Tensor] = []
-        slots: list[_Slot | None] = []
+    ) -> tuple[list[torch.Tensor], list[_Entered | None]]:
+        insides: list[torch.Tensor] = []
+        entered: list[_Entered | None] = []
         for tensor, want in zip(tensors, wanted, strict=True):
             inside = tensor.detach().to(self.device)
-            slot = None
+            one = None
             if train and want:
                 slot = _Slot()
-                inside = _Entry.apply(inside.requires_grad_(), slot)
-                slot.edge = get_gradient_edge(inside)
-            entered.append(inside)
-            slots.append(slot)
-        return entered, slots
+                inside = _Entry.apply(self._anchor, inside, slot)
+                one = _Entered(slot, get_gradient_edge(inside))
+            insides.append(inside)
+            entered.append(one)
+        return insides, entered
 
     def leave(self, work: Work, output: Any) -> tuple[Message, dict[int, Message]]:
         """Cut the output off the graph, keep the edges, and make the messages for later stages.
@@ -322,11 +339,12 @@ class StageRunner:
                 if name in graph.made:
                     edges = graph.made[name]
                 else:
-                    edges = [slot and slot.edge for slot in graph.used[name]]
+                    edges = [one and one.edge for one in graph.used[name]]
                 starts += self._starts(edges, gradients)
         return starts
 
     def _values(self, message: Message) -> Any:
+        message.check_unchanged()
         tensors = [tensor.to(self.device) for tensor in message.tensors]
         return unflatten(message.layout.spec, tensors)
 
@@ -376,11 +394,13 @@ def _leave(value: Any, where: str, train: bool) -> tuple[Message, list[GradientE
     return make_message(tensors, spec, flags, what=where), edges
 
 
-def _gradients_of(slots: Any) -> Message:
-    """A message of the gradients in slots: a list of them, or a dict of lists."""
-    if isinstance(slots, dict):
-        value: Any = {name: [slot and slot.gradient for slot in one] for name, one in slots.items()}
+def _gradients_of(entered: Any) -> Message:
+    """A message of the gradients of what entered: a list of them, or a dict of lists."""
+    if isinstance(entered, dict):
+        value: Any = {
+            name: [one and one.slot.gradient for one in some] for name, some in entered.items()
+        }
     else:
-        value = [slot and slot.gradient for slot in slots]
+        value = [one and one.slot.gradient for one in entered]
     tensors, spec = flatten(value, where="gradients")
-    return make_message(tensors, spec, [False] * len(tensors))
+    return make_message(tensors, spec, [False] * len(tensors), what="a gradient")

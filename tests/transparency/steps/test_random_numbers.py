@@ -353,7 +353,7 @@ def sample(rank: int, group: Any, num_ranks: int) -> list[Any]:
 
 
 def test_evaluations_that_draw_and_whole_modules_are_seeded_by_layer_too() -> None:
-    """Sampling gives one loss for p = 1, 2, 4, another after a step; a whole module the plain bits."""
+    """Sampling gives one loss for p = 1, 2, 4; a whole module gives the plain bits."""
     seen: set[tuple[float, ...]] = set()
     for num_ranks in (1, 2, 4):
         answers = run_ranks(sample, num_ranks, num_ranks, transport="gloo")

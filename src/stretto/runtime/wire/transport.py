@@ -60,13 +60,18 @@ class Pending:
                 f"answer from the other rank",
                 action=str(self.action),
             )
-        if isinstance(self.error, ExecutionError):
-            raise self.error
-        if self.error is not None:
-            raise TransportError(
-                f"{self.action} on channel {self.channel} failed: {self.error}",
-                action=str(self.action),
-            ) from self.error
+        # an error that stayed here would hold this frame by its traceback, and the frame all it has
+        error, self.error = self.error, None
+        try:
+            if isinstance(error, ExecutionError):
+                raise error
+            if error is not None:
+                raise TransportError(
+                    f"{self.action} on channel {self.channel} failed: {error}",
+                    action=str(self.action),
+                ) from error
+        finally:
+            del error
         message, self.message = self.message, None  # whoever else holds the transfer lets go
         return message
 
