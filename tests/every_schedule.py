@@ -56,6 +56,14 @@ def every_schedule(num_ranks: int, num_microbatches: int) -> Iterator[tuple[str,
         yield f"any order on {name}", random_order(draw, placement, num_microbatches)
 
 
+def some_schedules(num_ranks: int, num_microbatches: int) -> Iterator[tuple[str, Schedule]]:
+    """Three of them, for what hardly depends on the order: a line, a loop and a V."""
+    chosen = ("one_f_one_b", "interleaved_1f1b", "any order on v")
+    for name, schedule in every_schedule(num_ranks, num_microbatches):
+        if name in chosen:
+            yield name, schedule
+
+
 def toy_depth(schedule: Schedule) -> int:
     """Layers of the toy model for a schedule: 4, or more if there are more stages."""
     return 4 if schedule.num_stages <= 4 else 8

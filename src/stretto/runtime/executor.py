@@ -319,9 +319,10 @@ class Executor:
         value = carried(action)
         assert value is not None
         message = self._values[value]
-        self._around.check_outgoing(action, message, self._given.train)
         channel = channel_of(action, self._schedule)
-        pending = self._around.transport.send(channel, action, message)
+        with self._named(action):
+            self._around.check_outgoing(action, message, self._given.train)
+            pending = self._around.transport.send(channel, action, message)
         self._sending = [one for one in self._sending if not one.is_done]
         self._sending.append(pending)
         if self._recorder is not None:
@@ -375,13 +376,20 @@ class Executor:
     @contextmanager
     def _at_work(self, action: Action) -> Iterator[None]:
         """Around user code: records, and says where an exception happened."""
+        with self._named(action), ExitStack() as stack:
+            if self._recorder is not None:
+                stack.enter_context(self._recorder.span(action))
+                starts = action.kind is Kind.F and self._given.train
+                self._recorder.held(self.live + (1 if starts else 0))
+            yield
+        if self._recorder is not None:
+            self._recorder.held(self.live)
+
+    @contextmanager
+    def _named(self, action: Action) -> Iterator[None]:
+        """Says where an exception happened."""
         try:
-            with ExitStack() as stack:
-                if self._recorder is not None:
-                    stack.enter_context(self._recorder.span(action))
-                    starts = action.kind is Kind.F and self._given.train
-                    self._recorder.held(self.live + (1 if starts else 0))
-                yield
+            yield
         except ExecutionError:
             raise
         except Exception as error:
@@ -391,8 +399,6 @@ class Executor:
                 rank=self.rank,
                 action=str(action),
             ) from error
-        if self._recorder is not None:
-            self._recorder.held(self.live)
 
     def _seeded(self, action: Action) -> AbstractContextManager[None]:
         """Around a stage, and not around hooks: what they draw is none of the stage's numbers."""

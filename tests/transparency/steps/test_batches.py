@@ -19,7 +19,15 @@ import torch
 from torch import nn
 
 import stretto
-from every_schedule import every_schedule, flat, gradients_here, toy_depth, toy_engine, unequal
+from every_schedule import (
+    every_schedule,
+    flat,
+    gradients_here,
+    some_schedules,
+    toy_depth,
+    toy_engine,
+    unequal,
+)
 from reference import gradients_of, same_bits, toy_batch, toy_layer, toy_layers
 from stretto.errors import InputError
 from stretto.ir import Schedule
@@ -158,7 +166,7 @@ def compare_forms(rank: int, group: Any) -> list[str]:
     """All forms of inputs, with targets that are cut as the inputs were; gradients returned."""
     wrong: list[str] = []
     inputs, targets = toy_batch(10)
-    for name, schedule in every_schedule(2, 4):
+    for name, schedule in some_schedules(2, 4):
         depth = toy_depth(schedule)
         layers = [AnyInput(), *map(toy_layer, range(1, depth))]
         engine = Engine(split(layers, schedule, rank=rank), schedule, loss_fn=MSE, group=group)

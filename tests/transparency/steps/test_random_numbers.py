@@ -80,7 +80,7 @@ def loss_with_noise(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def compare_masks(rank: int, group: Any, num_ranks: int) -> list[str]:
     """Masks and gradients of two steps on every schedule, twice, with all sorts of disturbance."""
     wrong: list[str] = []
-    for m in (1, 4):
+    for m in (1, 4) if num_ranks < 4 else (4,):
         plain = {depth: plain_dropping(depth, m, range(2)) for depth in (4, 8)}
         for name, schedule in every_schedule(num_ranks, m):
             gradients, masks = plain[toy_depth(schedule)]
@@ -193,7 +193,7 @@ def compare_recomputed(rank: int, group: Any) -> list[str]:
     """Gradients with and without recomputation, in two precisions, and how often layers ran."""
     wrong: list[str] = []
     for name, schedule in every_schedule(2, 4):
-        for autocast in (False, True):
+        for autocast in (False, True) if name in ("one_f_one_b", "looped_bfs") else (False,):
             found: dict[str, dict[str, torch.Tensor]] = {}
             dtype = torch.float32 if autocast else torch.float64
             inputs, targets = (one.to(dtype) for one in toy_batch(8))

@@ -173,7 +173,8 @@ def unpack(layout: Layout, frame: torch.Tensor, offset: int) -> tuple[torch.Tens
     tensors: list[torch.Tensor] = []
     for one in layout.tensors:
         slot = _slot(frame, offset, one)
-        tensors.append(slot if tuple(slot.stride()) == one.strides else _spread(slot, one))
+        is_whole = slot.shape == one.shape and slot.stride() == one.strides
+        tensors.append(slot if is_whole else _spread(slot, one))
         offset += _room(one)
     return tuple(tensors)
 
