@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from every_schedule import flat
 from reference import gradients_of, same_bits
@@ -46,11 +47,16 @@ class Part(nn.Module):
 
     def become(self, work: Work, dtype: torch.dtype) -> Part:
         """Start anew with other work, weights drawn from the index, and nothing seen."""
+        for handle in self.__dict__.pop("handles", ()):
+            handle.remove()
+        self.handles: list[RemovableHandle] = []
+        """Hooks of this module, which go when its work ends."""
         self.work = work
         self.calls = 0
         """How often it has run before; in the first step, the microbatch."""
         self.seen: list[Any] = []
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.came: list[Any] = []
         self.held: dict[str, Any] = {}
         """For what the work itself leaves for its next call."""
         self.linear = nn.Linear(WIDTH, WIDTH, dtype=dtype)
@@ -72,6 +78,12 @@ class Part(nn.Module):
         self.kept.append((tensor, tensor.detach().clone()))
         return tensor
 
+    def noted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note the gradient that will come for a tensor, down to strides and bytes."""
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self.came.append(described(gradient)))
+        return tensor
+
 
 @dataclass(frozen=True)
 class Case:
@@ -84,6 +96,7 @@ class Case:
         loss: The loss function.
         batches: Step → inputs and targets, whole or as lists of microbatches.
         dtype: Dtype of the linear layers and of the batch.
+        prepare: What is done to each stage before it runs.
         steps: How many training steps are compared.
         evaluates: Whether it also runs without gradients.
     """
@@ -94,19 +107,24 @@ class Case:
     loss: Callable[..., torch.Tensor] = nn.functional.mse_loss
     batches: Callable[[int], tuple[Any, Any]] | None = None
     dtype: torch.dtype = torch.float32
-    steps: int = 2
+    prepare: Callable[[Part], None] | None = None
+    steps: int = 1
     evaluates: bool = True
 
     def given_to(self, parts: Sequence[Part]) -> Sequence[Part]:
         """Give the stages of a model, at least two, their work."""
         works = [self.first, *[self.middle] * (len(parts) - 2), self.last]
-        return [part.become(work, self.dtype) for part, work in zip(parts, works, strict=True)]
+        for part, work in zip(parts, works, strict=True):
+            part.become(work, self.dtype)
+            if self.prepare is not None:
+                self.prepare(part)
+        return parts
 
     def batch(self, step: int) -> tuple[Any, Any]:
-        """Inputs and targets of a step: one row more than divides, in the second step."""
+        """Inputs and targets of a step: at first one row more than microbatches of two make."""
         if self.batches is not None:
             return self.batches(step)
-        return drawn_batch(step, 2 * MICROBATCHES + step, dtype=self.dtype)
+        return drawn_batch(step, 2 * MICROBATCHES + (step == 0), dtype=self.dtype)
 
 
 def drawn_batch(
@@ -126,11 +144,13 @@ def described(value: Any) -> Any:
         data = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
         return str(value.dtype), tuple(value.shape), value.stride(), value.requires_grad, data
     if isinstance(value, Mapping):
-        parts: Any = [(key, described(one)) for key, one in value.items()]
+        parts: Any = [(described(key), described(one)) for key, one in value.items()]
     elif isinstance(value, tuple | list):
         parts = [described(one) for one in value]
     elif dataclasses.is_dataclass(value):
-        parts = [(f.name, described(getattr(value, f.name))) for f in dataclasses.fields(value)]
+        names = dict.fromkeys([f.name for f in dataclasses.fields(value)])
+        names |= dict.fromkeys(getattr(value, "__dict__", ()))
+        parts = [(name, described(getattr(value, name))) for name in names]
     else:
         parts = value.hex() if isinstance(value, float) else value
     return type(value).__name__, parts
@@ -154,7 +174,7 @@ def folded(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def schedules(num_ranks: int, num_microbatches: int) -> Iterator[tuple[str, Schedule]]:
-    """Every family, and a V; alone, those with several stages per rank."""
+    """Every family, and on one or two ranks a V; alone, those with several stages per rank."""
     if num_ranks > 1:
         for name in ("gpipe", "one_f_one_b"):
             yield name, build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
@@ -168,12 +188,18 @@ def schedules(num_ranks: int, num_microbatches: int) -> Iterator[tuple[str, Sche
                 stages_per_rank=2 if num_ranks > 1 else 3,
             ),
         )
-    yield "folded", folded(num_ranks, num_microbatches)
+    if num_ranks < 3:
+        yield "folded", folded(num_ranks, num_microbatches)
 
 
 def pieces(batch: Any, count: int) -> Sequence[torch.Tensor]:
     """The microbatches of a batch."""
     return batch if isinstance(batch, list) else torch.tensor_split(batch, count)
+
+
+def only(loss: Any) -> torch.Tensor:
+    """A loss as a number, which may be in a tuple or have dimensions."""
+    return (loss[0] if isinstance(loss, tuple) else loss).reshape(())
 
 
 def plain_step(case: Case, parts: Sequence[Part], step: int, num_microbatches: int) -> torch.Tensor:
@@ -186,7 +212,7 @@ def plain_step(case: Case, parts: Sequence[Part], step: int, num_microbatches: i
         for part in parts:
             args, keywords = spread(value)
             value = part(*args, **keywords)
-        scaled = case.loss(value, target) / (rows / len(x))
+        scaled = only(case.loss(value, target)) / (rows / len(x))
         if torch.is_grad_enabled():
             scaled.backward()
         total = scaled.detach() if total is None else total + scaled.detach()
@@ -194,12 +220,48 @@ def plain_step(case: Case, parts: Sequence[Part], step: int, num_microbatches: i
     return total.double()
 
 
+@dataclass(frozen=True)
+class Noted:
+    """What a stage has noted so far, and its gradients."""
+
+    calls: int
+    seen: list[Any]
+    came: list[Any]
+    gradients: dict[str, torch.Tensor]
+
+
+def notes_of(part: Part) -> Noted:
+    """A copy of what a stage has noted."""
+    return Noted(part.calls, [*part.seen], [*part.came], gradients_of(part))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The loss of a plain step, and what the stages had noted after it."""
+
+    when: str
+    loss: torch.Tensor
+    stages: list[Noted]
+
+
+def plain_run(case: Case, num_stages: int, num_microbatches: int) -> list[Expected]:
+    """All plain steps of a case, and an evaluation."""
+    parts = case.given_to([Part(index) for index in range(num_stages)])
+    run: list[Expected] = []
+    for step in range(case.steps + case.evaluates):
+        is_training = step < case.steps
+        with torch.set_grad_enabled(is_training):
+            loss = plain_step(case, parts, step, num_microbatches)
+        when = f"step {step}" if is_training else "evaluation"
+        run.append(Expected(when, loss, [notes_of(part) for part in parts]))
+    return run
+
+
 class Pipeline:
     """One engine on stages whose work changes from case to case, made anew after an error."""
 
     def __init__(self, rank: int, group: Any, schedule: Schedule, **options: Any) -> None:
         self.parts = [Part(index) for index in range(schedule.num_stages)]
-        self.plain = [Part(index) for index in range(schedule.num_stages)]
         self.mine = {index: self.parts[index] for index in schedule.placement.stages_of(rank)}
         self._group, self._schedule, self._options = group, schedule, options
         self._case: Case | None = None
@@ -242,40 +304,23 @@ class Pipeline:
         """Turn to another case."""
         self._case = case
         case.given_to(self.parts)
-        case.given_to(self.plain)
 
     def step(self, step: int, **options: Any) -> StepResult:
         """One step of the case."""
         assert self._case is not None
         return self.engine.step(*self._case.batch(step), **options)
 
-    def _unlike(self, when: str) -> Iterator[str]:
-        for index, part in self.mine.items():
-            for one in unlike(part, self.plain[index]):
-                yield f"{when}, stage {index}: {one}"
-
-    def differences(self, case: Case) -> Iterator[str]:
+    def differences(self, case: Case, run: Sequence[Expected]) -> Iterator[str]:
         """All steps against the plain run: losses, gradients, and what stages were given."""
         self.begin(case)
         try:
-            for step in range(case.steps):
-                expected = plain_step(case, self.plain, step, self._schedule.num_microbatches)
-                loss = self.step(step).loss
-                if loss is None or not same_bits(loss, expected):
-                    yield f"step {step}: loss {loss} is not {expected}"
-                yield from self._unlike(f"step {step}")
-            if case.evaluates:
-                with torch.no_grad():
-                    expected = plain_step(
-                        case, self.plain, case.steps, self._schedule.num_microbatches
-                    )
-                batch = case.batch(case.steps)
-                loss = self.engine.eval_step(
-                    *batch, num_microbatches=self._schedule.num_microbatches
-                ).loss
-                if loss is None or not same_bits(loss, expected):
-                    yield f"evaluation: loss {loss} is not {expected}"
-                yield from self._unlike("evaluation")
+            for step, expected in enumerate(run):
+                loss = (self.step(step) if step < case.steps else self._evaluate(step)).loss
+                if loss is None or not same_bits(loss, expected.loss):
+                    yield f"{expected.when}: loss {loss} is not {expected.loss}"
+                for index, part in self.mine.items():
+                    for one in unlike(part, expected.stages[index]):
+                        yield f"{expected.when}, stage {index}: {one}"
         except Exception as error:  # the other cases go on
             yield f"{type(error).__name__}: {error}"
             self.engine.close()
@@ -283,34 +328,49 @@ class Pipeline:
         yield from self._unfit
         self._unfit.clear()
 
+    def _evaluate(self, step: int) -> StepResult:
+        assert self._case is not None
+        batch = self._case.batch(step)
+        return self.engine.eval_step(*batch, num_microbatches=self._schedule.num_microbatches)
 
-def unlike(part: Part, plain: Part) -> Iterator[str]:
+
+def unlike(part: Part, plain: Noted) -> Iterator[str]:
     """What differs between a stage of a pipeline and that of the plain run."""
-    if part.calls != plain.calls:
-        yield f"{part.calls} calls, not {plain.calls}"
-    for call, (seen, expected) in enumerate(zip(part.seen, plain.seen, strict=False)):
+    found = notes_of(part)
+    if found.calls != plain.calls:
+        yield f"{found.calls} calls, not {plain.calls}"
+    for call, (seen, expected) in enumerate(zip(found.seen, plain.seen, strict=False)):
         if seen != expected:
             yield f"call {call} was given {seen}, not {expected}"
+    if found.came != plain.came:
+        yield f"the gradients {found.came} came, not {plain.came}"
     for before, (tensor, copy) in enumerate(part.kept):
         if not same_bits(tensor, copy):
             yield f"kept tensor {before} has changed"
-    found, expected = gradients_of(part), gradients_of(plain)
     for name in dict(part.named_parameters()):
-        if (name in found) != (name in expected):
-            yield f"{name} has a gradient: {name in found}, not {name in expected}"
-        elif name in found and not same_bits(found[name], expected[name]):
+        one, other = found.gradients.get(name), plain.gradients.get(name)
+        if (one is None) != (other is None):
+            yield f"{name} has a gradient: {one is not None}, not {other is not None}"
+        elif one is not None and other is not None and not same_bits(one, other):
             yield f"the gradient of {name}"
 
 
 def compare_cases(
     rank: int, group: Any, num_ranks: int, cases: Mapping[str, Case], num_microbatches: int
 ) -> list[str]:
-    """Every case on every schedule, in one world."""
+    """Every case on every schedule, in one world; evaluations on one or two ranks only."""
     wrong: list[str] = []
+    runs: dict[tuple[str, int], list[Expected]] = {}
     for label, schedule in schedules(num_ranks, num_microbatches):
         pipeline = Pipeline(rank, group, schedule)
         for name, case in cases.items():
-            wrong += [f"{name} on {label}: {one}" for one in pipeline.differences(case)]
+            if num_ranks > 2:
+                case = replace(case, evaluates=False)
+            key = (name, schedule.num_stages)
+            if key not in runs:
+                runs[key] = plain_run(case, schedule.num_stages, num_microbatches)
+            found = pipeline.differences(case, runs[key])
+            wrong += [f"{name} on {label}: {one}" for one in found]
         pipeline.engine.close()
     return wrong
 

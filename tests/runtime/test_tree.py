@@ -40,6 +40,8 @@ VALUES: list[Any] = [
     float("inf"),
     torch.float16,
     torch.Size([2, 3]),
+    [-0.0, 5e-324, {0.5: 1}],
+    torch.ones(2, 2).max(dim=1),
 ]
 
 

@@ -65,7 +65,8 @@ def encode_batch(call: StepCall) -> bytes:
     marked = {"inputs": call.inputs, "targets": call.targets, "extras": dict(call.extras)}
     tensors, spec = flatten(_to_plain(marked), where="the batch")
     flags = [tensor.requires_grad for tensor in tensors]
-    message = make_message([tensor.detach().cpu() for tensor in tensors], spec, flags)
+    plain = [tensor.detach().cpu() for tensor in tensors]
+    message = make_message(plain, spec, flags, what="the batch")
     layout = encode_layout(message.layout)
     frame = torch.empty(payload_bytes(message.layout), dtype=torch.uint8)
     pack(message, frame, 0)

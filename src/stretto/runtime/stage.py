@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from stretto.errors import InputError
 from stretto.ir.calling import WithSkips, parameters_of
 from stretto.runtime.inner_loss import collect_losses
+from stretto.runtime.sharing import find_shared
 from stretto.runtime.skips import SkipTable
 from stretto.runtime.tree import flatten, unflatten
 from stretto.runtime.wire.message import Message, make_message
@@ -66,6 +67,27 @@ class _Entered:
 
     slot: _Slot
     edge: GradientEdge
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """A tensor that entered and shares memory with others, and its number of changes by then."""
+
+    tensor: torch.Tensor
+    version: int
+    where: str
+
+    def check_unchanged(self) -> None:
+        """Refuse a change in place.
+
+        Raises:
+            InputError: there was one.
+        """
+        if self.tensor._version != self.version:
+            raise InputError(
+                f"{self.where} of what it was given was changed in place; it shares memory with a "
+                "parameter, or with another value that its maker returned: clone it first"
+            )
 
 
 @dataclass(slots=True)
@@ -165,11 +187,14 @@ class StageRunner:
             The module's output as it is, and the terms of losses added inside.
         """
         graph = _Graph()
-        value = self._enter(given, graph, work.train)
-        extras = {**work.extras, **self._enter_skips(skipped, graph, work.train)}
+        shared: list[_Shared] = []
+        value = self._enter(given, graph, work.train, shared)
+        extras = {**work.extras, **self._enter_skips(skipped, graph, work.train, shared)}
         args, keywords = self._accepts.arguments(value, extras)
         with torch.set_grad_enabled(work.train), collect_losses() as added:
             output = self.module(*args, **keywords)
+            for one in shared:
+                one.check_unchanged()
             terms = [
                 (name, LossTerm(value.detach(), self._add_root(graph, value, work)))
                 for name, value in added
@@ -191,9 +216,9 @@ class StageRunner:
             graph.inner.append(get_gradient_edge(_multiplied(scaled, work.loss_scale)))
         return scaled.detach()
 
-    def _enter(self, given: Any, graph: _Graph, train: bool) -> Any:
+    def _enter(self, given: Any, graph: _Graph, train: bool, shared: list[_Shared]) -> Any:
         if isinstance(given, Message):
-            value, graph.inputs = self._open(given, train)
+            value, graph.inputs = self._open(given, train, shared)
             return value
         if self.device.type == "cpu" and not self.wants_input_gradients:
             return given
@@ -202,11 +227,15 @@ class StageRunner:
         return unflatten(spec, tensors)
 
     def _enter_skips(
-        self, skipped: Mapping[int, Message], graph: _Graph, train: bool
+        self,
+        skipped: Mapping[int, Message],
+        graph: _Graph,
+        train: bool,
+        shared: list[_Shared],
     ) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for source, message in skipped.items():
-            opened, entered = self._open(message, train)
+            opened, entered = self._open(message, train, shared)
             values |= opened
             waiting = iter(entered)
             for name in self._skips.sent(source, self.index):
@@ -214,10 +243,19 @@ class StageRunner:
                 graph.used[name] = [next(waiting) for _ in leaves]
         return values
 
-    def _open(self, message: Message, train: bool) -> tuple[Any, list[_Entered | None]]:
+    def _open(
+        self, message: Message, train: bool, shared: list[_Shared]
+    ) -> tuple[Any, list[_Entered | None]]:
         message.check_unchanged()
-        wanted = [layout.requires_grad for layout in message.layout.tensors]
-        tensors, entered = self._let_in(message.tensors, wanted, train)
+        layouts = message.layout.tensors
+        tensors, entered = self._let_in(
+            message.tensors, [layout.requires_grad for layout in layouts], train
+        )
+        shared += [
+            _Shared(tensor, tensor._version, f"stage {self.index}, tensor {index}")
+            for index, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True))
+            if layout.is_shared and not tensor.is_inference()
+        ]
         return unflatten(message.layout.spec, tensors), entered
 
     def _let_in(
@@ -249,9 +287,11 @@ class StageRunner:
         plain = output.output if isinstance(output, WithSkips) else output
         graph = self._graphs[work.microbatch] if work.train else _Graph()
         where = f"the output of stage {self.index}"
-        message, graph.roots = _leave(plain, where, work.train)
+        targets = self._skip_targets()
+        shared = self._shared(plain, made, where, targets)
+        message, graph.roots = _leave(plain, where, work.train, shared, once=True)
         messages: dict[int, Message] = {}
-        for target in self._skip_targets():
+        for target in targets:
             names = self._skips.sent(self.index, target)
             missing = [name for name in names if name not in made]
             if missing:
@@ -260,12 +300,26 @@ class StageRunner:
                     "them; return WithSkips(output, {name: value})"
                 )
             for name in names:
-                _, graph.made[name] = _leave(made[name], f"skip value {name!r}", work.train)
+                _, graph.made[name] = _leave(made[name], f"skip value {name!r}", work.train, shared)
             values = {name: made[name] for name in names}
             messages[target], _ = _leave(
-                values, f"the skip values of stage {self.index}", work.train
+                values, f"the skip values of stage {self.index}", work.train, shared
             )
         return message, messages
+
+    def _shared(
+        self, output: Any, made: Mapping[str, Any], where: str, targets: Sequence[int]
+    ) -> frozenset[int]:
+        """The identities of tensors that share memory, over all that leaves."""
+        tensors, _ = flatten(output, where=where, once=True)
+        for target in targets:
+            for name in self._skips.sent(self.index, target):
+                tensors = [*tensors, *flatten(made.get(name), where=f"skip value {name!r}")[0]]
+        return frozenset(
+            id(tensor)
+            for tensor, is_shared in zip(tensors, find_shared(tensors), strict=True)
+            if is_shared
+        )
 
     def loss(
         self,
@@ -384,14 +438,17 @@ def _multiplied(value: torch.Tensor, scale: float) -> torch.Tensor:
     return value if scale == 1 else value * scale
 
 
-def _leave(value: Any, where: str, train: bool) -> tuple[Message, list[GradientEdge | None]]:
-    tensors, spec = flatten(value, where=where)
+def _leave(
+    value: Any, where: str, train: bool, shared: frozenset[int], *, once: bool = False
+) -> tuple[Message, list[GradientEdge | None]]:
+    tensors, spec = flatten(value, where=where, once=once)
     flags = [train and tensor.requires_grad for tensor in tensors]
     edges = [
         get_gradient_edge(tensor) if flag else None
         for tensor, flag in zip(tensors, flags, strict=True)
     ]
-    return make_message(tensors, spec, flags, what=where), edges
+    is_shared = [id(tensor) in shared for tensor in tensors]
+    return make_message(tensors, spec, flags, what=where, is_shared=is_shared), edges
 
 
 def _gradients_of(entered: Any) -> Message:

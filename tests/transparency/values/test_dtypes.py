@@ -8,6 +8,7 @@ neither float nor a common integer has no code on the wire.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,17 @@ from every_schedule import flat
 from stretto.errors import ExecutionError
 from stretto.schedules import one_f_one_b
 from stretto.testing import run_ranks
-from value_models import WORLDS, Case, Part, Pipeline, Work, all_differences, schedules
+from value_models import (
+    WORLDS,
+    Case,
+    Part,
+    Pipeline,
+    Work,
+    all_differences,
+    drawn_batch,
+    plain_run,
+    schedules,
+)
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -126,7 +137,9 @@ CASES = {
     "weights in bfloat16": Case(only_h, only_h, only_h, dtype=torch.bfloat16),
     "weights in float16": Case(only_h, only_h, only_h, dtype=torch.float16),
     "double precision inside": Case(narrow, doubled, wide),
-    "another from step to step": Case(by_turns(torch.float32, torch.bfloat16, every=4), wide, wide),
+    "another from step to step": Case(
+        by_turns(torch.float32, torch.bfloat16, every=4), wide, wide, steps=3
+    ),
     "another in every microbatch": Case(
         by_turns(torch.float32, torch.float64, torch.bfloat16),
         by_turns(torch.float16, torch.float32),
@@ -165,12 +178,13 @@ def ones_in_bfloat16(part: Part, x: torch.Tensor) -> torch.Tensor:
 
 
 def under_other_defaults(rank: int, group: Any) -> list[str]:
-    """Three ranks with other default dtypes: ones in three stages, and all cases."""
+    """Ranks whose processes have other default dtypes: ones in three stages, and all cases."""
     wrong: list[str] = []
     torch.set_default_dtype([torch.float32, torch.float64, torch.bfloat16][rank])
     pipeline = Pipeline(rank, group, one_f_one_b(num_ranks=3, num_microbatches=4))
     for name, case in CASES.items():
-        wrong += [f"{name}: {one}" for one in pipeline.differences(case)]
+        found = pipeline.differences(case, plain_run(case, 3, 4))
+        wrong += [f"{name}: {one}" for one in found]
     pipeline.begin(Case(ones, ones_in_bfloat16, ones))
     pipeline.step(0)
     pipeline.engine.close()
@@ -193,7 +207,8 @@ def refusal(rank: int, group: Any, num_ranks: int) -> list[str]:
         if schedule.num_stages != num_ranks:
             continue
         pipeline = Pipeline(rank, group, schedule, fixed_layouts=True)
-        pipeline.begin(CASES["another from step to step"])
+        case = CASES["another from step to step"]
+        pipeline.begin(replace(case, batches=lambda step: drawn_batch(step, 8)))
         pipeline.step(0)
         try:
             pipeline.step(0)

@@ -3,22 +3,25 @@
 A message is a nested value: tensors plus a spec. Its `Layout` (structure, and dtype, shape,
 strides and need of gradient per tensor) travels only when it differs from the last one on the
 same edge; both ends remember it. Tensors keep their exact strides, since kernels may give other
-bits for other strides: dense ones are copied in memory order, others packed and spread again. They
-keep their place within a vector register's width, too: matrix products of some libraries give other
-bits at addresses that are not multiples of 16, as those of a slice may be.
+bits for other strides: dense ones are copied in memory order, others packed and spread again, and
+windows over shared elements travel as the memory they look at. They keep their place within a
+vector register's width, too: matrix products of some libraries give other bits at addresses that
+are not multiples of 16, as those of a slice may be.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 
 from stretto.errors import InputError, TransportError
-from stretto.runtime.tree import Spec, spec_from_json, spec_to_json
+from stretto.runtime.tree import Spec, spec_from_json, spec_to_json, tensor_paths
 
 ALIGNMENT = 64
 """Every tensor of a frame starts at a multiple of this many bytes."""
@@ -28,7 +31,8 @@ class TensorLayout(NamedTuple):
     """How one tensor lies in memory and whether a gradient comes back for it.
 
     `shift` is its address modulo ALIGNMENT, in bytes; 0 for dtypes that no vector kernel computes
-    with, so that slices of masks and indices do not count as changed.
+    with, so that slices of masks and indices do not count as changed. `is_shared`: what its sender
+    says of it; its receiver then must not change it in place.
     """
 
     dtype: torch.dtype
@@ -36,6 +40,7 @@ class TensorLayout(NamedTuple):
     strides: tuple[int, ...]
     requires_grad: bool
     shift: int
+    is_shared: bool = False
 
 
 class Layout(NamedTuple):
@@ -67,11 +72,12 @@ class Message:
         Raises:
             InputError: one was; what was meant is lost.
         """
-        for tensor, version in zip(self.tensors, self.versions, strict=False):
+        for index, (tensor, version) in enumerate(zip(self.tensors, self.versions, strict=False)):
             if not tensor.is_inference() and tensor._version != version:
+                path = _path(self.layout.spec, self.what, index)
                 raise InputError(
-                    f"{self.what} was changed in place after it was returned and before it was "
-                    "used; return a fresh tensor"
+                    f"{path} was changed in place after it was returned and before it was used; "
+                    "return a fresh tensor"
                 )
 
 
@@ -81,40 +87,65 @@ def make_message(
     requires_grad: Sequence[bool],
     *,
     what: str = "a message",
+    is_shared: Sequence[bool] = (),
 ) -> Message:
-    """Wrap flattened tensors; they are detached, and copied only where elements share memory.
+    """Wrap flattened tensors; they are detached, and not copied.
 
     Raises:
-        InputError: a tensor is sparse, quantised or has no data.
+        InputError: a tensor is sparse, quantised, of a class of its own, or has no data.
     """
-    plain = tuple(_plain(tensor.detach()) for tensor in tensors)
+    for index, tensor in enumerate(tensors):
+        reason = _unfit(tensor)
+        if reason is not None:
+            raise InputError(
+                f"{_path(spec, what, index)} is {reason}, which cannot travel between stages; only "
+                "plain dense tensors with data can"
+            )
+    plain = tuple(tensor.detach() for tensor in tensors)
+    shared = is_shared or [False] * len(plain)
     layouts = tuple(
-        layout_of(tensor, flag) for tensor, flag in zip(plain, requires_grad, strict=True)
+        layout_of(tensor, flag, one)
+        for tensor, flag, one in zip(plain, requires_grad, shared, strict=True)
     )
     versions = tuple(0 if tensor.is_inference() else tensor._version for tensor in plain)
     return Message(Layout(spec, layouts), plain, what, versions)
 
 
-def layout_of(tensor: torch.Tensor, requires_grad: bool) -> TensorLayout:
+def layout_of(tensor: torch.Tensor, requires_grad: bool, is_shared: bool = False) -> TensorLayout:
     """How a tensor lies in memory."""
     shift = 0
     if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
         shift = tensor.data_ptr() % ALIGNMENT
     if shift % tensor.element_size():
         shift = 0
-    return TensorLayout(
-        tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), requires_grad, shift
-    )
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    return TensorLayout(tensor.dtype, shape, strides, requires_grad, shift, is_shared)
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise InputError(
-            f"a tensor between stages is {tensor.layout} on {tensor.device} with dtype "
-            f"{tensor.dtype}; only dense tensors with data can travel"
-        )
-    # windows over shared elements (unfold) cannot be filled one by one: they travel contiguous
-    return tensor.contiguous() if _shares_elements(tensor) else tensor
+_CLASSES = (torch.Tensor, torch.nn.Parameter)
+
+_UNCOPIED = {getattr(torch, f"{sign}int{bits}", None) for sign in ("", "u") for bits in range(1, 8)}
+"""Dtypes of less than a byte, which torch cannot copy."""
+
+
+def _unfit(tensor: torch.Tensor) -> str | None:
+    """Why a tensor cannot travel, if so."""
+    kind = type(tensor)
+    if kind not in _CLASSES:
+        return f"a {kind.__module__}.{kind.__qualname__}"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.is_meta:
+        return "a tensor without data"
+    if tensor.is_quantized or tensor.dtype in _UNCOPIED:
+        return f"a tensor of dtype {tensor.dtype}"
+    return None
+
+
+def _path(spec: Spec, what: str, index: int) -> str:
+    return next(islice(tensor_paths(spec, what), index, None), what)
 
 
 def encode_layout(layout: Layout) -> bytes:
@@ -126,6 +157,7 @@ def encode_layout(layout: Layout) -> bytes:
             one.strides,
             one.requires_grad,
             one.shift,
+            one.is_shared,
         ]
         for one in layout.tensors
     ]
@@ -137,8 +169,10 @@ def decode_layout(data: bytes) -> Layout:
     try:
         spec, tensors = json.loads(data)
         layouts = tuple(
-            TensorLayout(_dtype(name), tuple(shape), tuple(strides), bool(flag), int(shift))
-            for name, shape, strides, flag, shift in tensors
+            TensorLayout(
+                _dtype(name), tuple(shape), tuple(strides), bool(flag), int(shift), bool(is_shared)
+            )
+            for name, shape, strides, flag, shift, is_shared in tensors
         )
         return Layout(spec_from_json(spec), layouts)
     except (ValueError, TypeError) as error:
@@ -160,7 +194,7 @@ def payload_bytes(layout: Layout) -> int:
 def pack(message: Message, frame: torch.Tensor, offset: int) -> None:
     """Copy the tensors into a byte tensor from `offset` on (a multiple of ALIGNMENT)."""
     for tensor, layout in zip(message.tensors, message.layout.tensors, strict=True):
-        _slot(frame, offset, layout).copy_(_collapse(tensor))
+        _slot(frame, offset, layout).copy_(_packed(tensor, layout))
         offset += _room(layout)
 
 
@@ -173,15 +207,17 @@ def unpack(layout: Layout, frame: torch.Tensor, offset: int) -> tuple[torch.Tens
     tensors: list[torch.Tensor] = []
     for one in layout.tensors:
         slot = _slot(frame, offset, one)
-        is_whole = slot.shape == one.shape and slot.stride() == one.strides
-        tensors.append(slot if is_whole else _spread(slot, one))
+        if not _is_dense(one):
+            slot = _windows(slot, one) if _shares_elements(one) else _spread(slot, one)
+        tensors.append(slot)
         offset += _room(one)
     return tuple(tensors)
 
 
 def snapshot(tensor: torch.Tensor) -> torch.Tensor:
     """A fresh copy with exactly the same strides (expanded dimensions stay expanded)."""
-    return _spread(_collapse(tensor), layout_of(tensor, requires_grad=False))
+    layout = layout_of(tensor, requires_grad=False)
+    return _spread(_packed(tensor, layout), layout)
 
 
 def _room(layout: TensorLayout) -> int:
@@ -189,23 +225,29 @@ def _room(layout: TensorLayout) -> int:
     return -(-(layout.shift + _packed_bytes(layout)) // ALIGNMENT) * ALIGNMENT
 
 
-def _collapsed_shape(layout: TensorLayout) -> tuple[int, ...]:
+def _packed_shape(layout: TensorLayout) -> tuple[int, ...]:
+    """The shape of what is copied: the tensor, one of its repetitions, or its span of memory."""
+    if _is_dense(layout):
+        return layout.shape
+    if _shares_elements(layout):
+        return (_reach(layout),)
     return tuple(
-        1 if stride == 0 and size > 0 else size
+        1 if stride == 0 else size
         for size, stride in zip(layout.shape, layout.strides, strict=True)
     )
 
 
 def _packed_bytes(layout: TensorLayout) -> int:
-    count = layout.dtype.itemsize
-    for size in _collapsed_shape(layout):
-        count *= size
-    return count
+    return layout.dtype.itemsize * math.prod(_packed_shape(layout))
 
 
-def _collapse(tensor: torch.Tensor) -> torch.Tensor:
-    """One element along every expanded dimension: what has to be copied."""
-    for dim, stride in enumerate(tensor.stride()):
+def _packed(tensor: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
+    """What has to be copied of a tensor of this layout: see `_packed_shape`."""
+    if _is_dense(layout):
+        return tensor
+    if _shares_elements(layout):
+        return tensor.as_strided((_reach(layout),), (1,))
+    for dim, stride in enumerate(layout.strides):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
@@ -213,29 +255,42 @@ def _collapse(tensor: torch.Tensor) -> torch.Tensor:
 
 def _slot(frame: torch.Tensor, offset: int, layout: TensorLayout) -> torch.Tensor:
     """A tensor over the frame's bytes: in the layout's own strides if these are dense."""
-    shape = _collapsed_shape(layout)
+    shape = _packed_shape(layout)
     strides = layout.strides if _is_dense(layout) else _contiguous_strides(shape)
     start = (offset + layout.shift) // layout.dtype.itemsize
     empty = torch.empty(0, dtype=layout.dtype)
     return empty.set_(frame.untyped_storage(), start, shape, strides)
 
 
+def _windows(span: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
+    start = span.storage_offset()
+    return span.set_(span.untyped_storage(), start, layout.shape, layout.strides)
+
+
 def _spread(packed: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
-    reach = 1 + sum(
-        stride * (size - 1) for stride, size in zip(layout.strides, layout.shape, strict=True)
-    )
     shift = layout.shift // layout.dtype.itemsize
-    memory = torch.empty(shift + max(reach, 0), dtype=layout.dtype)
+    memory = torch.empty(shift + _reach(layout), dtype=layout.dtype)
     fresh = torch.empty(0, dtype=layout.dtype)
     fresh.set_(memory.untyped_storage(), shift, layout.shape, layout.strides)
-    _collapse(fresh).copy_(packed)
+    _packed(fresh, layout).copy_(packed)
     return fresh
 
 
-def _shares_elements(tensor: torch.Tensor) -> bool:
-    """Whether elements overlap in memory, apart from whole expanded dimensions."""
+def _reach(layout: TensorLayout) -> int:
+    """How many elements of memory there are from a tensor's first to its last."""
+    if 0 in layout.shape:
+        return 0
+    steps = zip(layout.strides, layout.shape, strict=True)
+    return 1 + sum(stride * (size - 1) for stride, size in steps)
+
+
+def _shares_elements(layout: TensorLayout) -> bool:
+    """Whether elements may overlap in memory, apart from whole expanded dimensions.
+
+    As in windows over a sequence; such a tensor is copied as the span of memory it lies in.
+    """
     reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, size in sorted(zip(layout.strides, layout.shape, strict=True)):
         if stride == 0 or size == 1:
             continue
         if stride <= reach:
@@ -245,7 +300,7 @@ def _shares_elements(tensor: torch.Tensor) -> bool:
 
 
 def _is_dense(layout: TensorLayout) -> bool:
-    """Whether the strides are those of a permuted contiguous tensor."""
+    """Whether the strides are those of a permuted contiguous tensor; so if there is no element."""
     expected = 1
     sizes = zip(layout.strides, layout.shape, strict=True)
     if 0 in layout.shape:
