@@ -18,6 +18,13 @@ from stretto.ir.action import (
     parse_action,
 )
 from stretto.ir.arrival import order_by_arrival
+from stretto.ir.communicators import (
+    Communicators,
+    Unit,
+    communicator_of,
+    read_communicators,
+    units,
+)
 from stretto.ir.costs import Costs, Link, Number, check_stage_count, parse_number, uniform_costs
 from stretto.ir.deps import (
     Channel,
@@ -56,6 +63,7 @@ __all__ = [
     "Action",
     "AnyAction",
     "Channel",
+    "Communicators",
     "Costs",
     "Kind",
     "Link",
@@ -69,6 +77,7 @@ __all__ = [
     "StageAction",
     "StageKind",
     "Timeline",
+    "Unit",
     "Value",
     "ValueKind",
     "bidirectional",
@@ -76,6 +85,7 @@ __all__ = [
     "carried",
     "channel_of",
     "check_stage_count",
+    "communicator_of",
     "compute_only",
     "compute_spans",
     "custom",
@@ -93,11 +103,13 @@ __all__ = [
     "parse_action",
     "parse_number",
     "peak_memory",
+    "read_communicators",
     "seconds_by_kind",
     "split_overlaps",
     "timeline_from_grid",
     "transfer_of",
     "uniform_costs",
+    "units",
     "v",
     "wave",
 ]
