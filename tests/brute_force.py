@@ -6,6 +6,7 @@ so that a mistake in those cannot hide here. Actions are read from their printed
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -167,3 +168,118 @@ def is_legal(orders: Order, rank_of_stage: tuple[int, ...], m: int, rule: str) -
     if rule == "free":
         return can_end(orders, rank_of_stage, rule)
     return transfers_fit(orders, rank_of_stage, m) and can_end(orders, rank_of_stage, rule)
+
+
+def ends_in_units(
+    orders: Order, rank_of_stage: tuple[int, ...], sharing: str, batched: bool, draw: random.Random
+) -> bool:
+    """Whether ranks that hand units to shared communicators end, moving in a random order.
+
+    Args:
+        orders: Printed actions per rank, with the right transfers.
+        rank_of_stage: Owner of each stage.
+        sharing: `per_channel`, `per_direction` or `shared`.
+        batched: Whether a unit holds all transfers between two compute actions, or one.
+        draw: Chooses among the moves that are possible.
+    """
+    last = len(rank_of_stage) - 1
+
+    def ends_of(word: str) -> tuple[int, int]:
+        stage, kind, _ = split(word)
+        other = stage + {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}[kind]
+        here, there = rank_of_stage[stage], rank_of_stage[other]
+        return (here, there) if "SEND" in kind else (there, here)
+
+    def communicator(word: str) -> object:
+        direction = split(word)[1][-1]
+        if sharing == "per_channel":
+            return (*ends_of(word), direction)
+        return direction if sharing == "per_direction" else "all"
+
+    def units_of(order: tuple[str, ...]) -> list[list[tuple[int, str]]]:
+        found: list[list[tuple[int, str]]] = []
+        mine: dict[object, list[tuple[int, str]]] = {}
+        for at, word in enumerate(order):
+            kind = split(word)[1]
+            if kind in "FBIW":
+                mine = {}
+            elif "FREE" not in kind:
+                if not batched or communicator(word) not in mine:
+                    mine[communicator(word)] = []
+                    found.append(mine[communicator(word)])
+                mine[communicator(word)].append((at, word))
+        return found
+
+    units = [units_of(order) for order in orders]
+    at = [0] * len(orders)
+    over: set[str] = set()
+
+    def can_pass(rank: int) -> bool:
+        stage, kind, i = split(orders[rank][at[rank]])
+        before = orders[rank][: at[rank]]
+
+        def has(neighbour: int, kinds: str, receive: str) -> bool:
+            made_here = any(f"{neighbour}{one}{i}" in before for one in kinds)
+            return made_here or (receive in before and receive in over)
+
+        if kind == "F":
+            return stage == 0 or has(stage - 1, "F", f"{stage}RECV_F{i}")
+        if kind in ("B", "I"):
+            gradient = stage == last or has(stage + 1, "BI", f"{stage}RECV_B{i}")
+            return f"{stage}F{i}" in before and gradient
+        if kind == "W":
+            return f"{stage}I{i}" in before
+        if "RECV" in kind:
+            return True
+        if "FREE" in kind:
+            return f"{stage}SEND_{kind[-1]}{i}" in before
+        made = ("F",) if kind == "SEND_F" else ("B", "I")
+        is_made = any(f"{stage}{one}{i}" in before for one in made)
+        return is_made and f"{stage}FREE_{kind[-1]}{i}" not in before
+
+    def free_transfers() -> list[str]:
+        """Of each communicator's first unit on a rank, the first transfer on each way."""
+        found: list[str] = []
+        for rank, mine in enumerate(units):
+            for name in {communicator(unit[0][1]) for unit in mine}:
+                waiting = [
+                    unit
+                    for unit in mine
+                    if communicator(unit[0][1]) == name and any(w not in over for _, w in unit)
+                ]
+                if waiting and waiting[0][-1][0] < at[rank]:
+                    first: dict[tuple[int, int], str] = {}
+                    for _, word in waiting[0]:
+                        if word not in over:
+                            first.setdefault(ends_of(word), word)
+                    found += first.values()
+        return found
+
+    while True:
+        passing: list[object] = [
+            rank for rank, order in enumerate(orders) if at[rank] < len(order) and can_pass(rank)
+        ]
+        free = free_transfers()
+        meeting: list[object] = [
+            (send, receive)
+            for send in free
+            for receive in free
+            if "SEND" in send
+            and "RECV" in receive
+            and ends_of(send) == ends_of(receive)
+            and communicator(send) == communicator(receive)
+        ]
+        moves = passing + meeting
+        if not moves:
+            transfers = {w for order in orders for w in order if "SEND" in w or "RECV" in w}
+            return all(a == len(o) for a, o in zip(at, orders, strict=True)) and over == transfers
+        move = draw.choice(moves)
+        if isinstance(move, int):
+            at[move] += 1
+            continue
+        assert isinstance(move, tuple)
+        stage, kind, i = split(move[0])
+        step = 1 if kind == "SEND_F" else -1
+        if move[1] != f"{stage + step}RECV_{kind[-1]}{i}":
+            return False  # without tags, a message has come to the wrong receive
+        over.update(move)

@@ -7,11 +7,12 @@ from collections import Counter
 
 import pytest
 
-from brute_force import Order, is_legal
-from stretto.ir import Action, Kind, Placement, Schedule, gives, needs, parse_action
+from brute_force import Order, ends_in_units, is_complete, is_legal, transfers_fit
+from stretto.ir import Action, Communicators, Kind, Placement, Schedule, gives, needs, parse_action
 from stretto.ir.placement import custom, loop, v
 from stretto.passes import lower
-from stretto.verify import Transport, verify
+from stretto.verify import Rule, verify
+from stretto.verify.violation import WITHOUT_COMMUNICATORS
 
 SIZES = ((1, 1, 2), (2, 1, 2), (2, 1, 3), (2, 2, 2), (3, 1, 2))
 """Ranks, stages per rank, microbatches."""
@@ -73,6 +74,17 @@ def mutate(draw: random.Random, orders: Order, placement: Placement, m: int) -> 
     return tuple(tuple(order) for order in changed)
 
 
+def move_transfers(draw: random.Random, orders: Order) -> Order:
+    """Move one to three transfers of a rank elsewhere in its order."""
+    changed = [list(order) for order in orders]
+    for _ in range(draw.choice((1, 2, 3))):
+        order = draw.choice(changed)
+        places = [at for at, word in enumerate(order) if "SEND" in word or "RECV" in word]
+        if places:
+            order.insert(draw.randrange(len(order)), order.pop(draw.choice(places)))
+    return tuple(tuple(order) for order in changed)
+
+
 def printed(schedule: Schedule) -> Order:
     """The orders as words."""
     return tuple(tuple(str(item) for item in order) for order in schedule.ranks)
@@ -102,7 +114,7 @@ def test_mutated_schedules_are_judged_as_brute_force_does(part: int) -> None:
     assert min(verdicts.values()) > 20, verdicts
 
 
-@pytest.mark.parametrize("rule", [one.value for one in Transport])
+@pytest.mark.parametrize("rule", [one.value for one in WITHOUT_COMMUNICATORS])
 def test_mutated_programs_are_judged_as_brute_force_does(rule: str) -> None:
     """Of 300 mutants of lowered programs, likewise under each rule of sending."""
     verdicts: Counter[bool] = Counter()
@@ -136,3 +148,37 @@ def test_orders_that_only_some_rules_allow_are_told_apart() -> None:
     for rule, legal in (("buffered", True), ("rendezvous", True), ("blocking", False)):
         assert (not verify(schedule, transport=rule)) == legal
         assert is_legal(words, (0, 1), 2, rule) == legal
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("sharing", list(Communicators))
+def test_mutated_programs_are_judged_as_brute_force_does_on_shared_communicators(
+    sharing: Communicators, batched: bool
+) -> None:
+    """Of lowered programs and 240 mutants, for every way of sharing, batched and one by one."""
+    verdicts: Counter[bool] = Counter()
+    rules: Counter[Rule] = Counter()
+    for seed in range(60):
+        draw = random.Random(f"{sharing} {batched} {seed}")
+        program = lower(random_schedule(draw), ahead=draw.choice((0, 1)))
+        owners, m = program.placement.replicas[0], program.num_microbatches
+        words = printed(program)
+        moved = [move_transfers(draw, words) for _ in range(3)]
+        for orders in (words, *moved, mutate(draw, words, program.placement, m)):
+            mutant = with_words(program, orders)
+            if not mutant.is_lowered:
+                continue
+            legal = is_complete(orders, owners, m) and transfers_fit(orders, owners, m)
+            if legal:  # two ways of moving: which one is taken must not matter
+                ends = {ends_in_units(orders, owners, sharing, batched, draw) for _ in range(2)}
+                assert len(ends) == 1, (sharing, batched, orders, owners)
+                (legal,) = ends
+            found = verify(mutant, transport="nccl", communicators=sharing, batched=batched)
+            assert (not found) == legal, (orders, owners, [str(one) for one in found])
+            verdicts[legal] += 1
+            rules.update({one.rule for one in found})
+    assert verdicts.total() >= 200
+    assert min(verdicts.values()) > 20, verdicts
+    # where channels share nothing, few moves break more than the order of a channel
+    enough = {"per_channel": 0, "per_direction": 6, "shared": 10}
+    assert rules[Rule.DEADLOCK] >= enough[sharing], rules

@@ -8,64 +8,55 @@ end or none does, and the first one tried decides.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 
 from stretto.ir.action import RECEIVES, SENDS, Action, AnyAction, halves
+from stretto.ir.communicators import Communicators
 from stretto.ir.deps import Channel, Value, carried, channel_of, describe_value, gives
 from stretto.ir.schedule import Schedule
 from stretto.ir.walk import item_needs
-from stretto.verify.violation import Rule, Transport, Violation
-
-Communicators = Callable[[Channel], Hashable]
-"""Which communicator carries a channel; channels of one communicator share a queue per rank."""
-
-
-def own_communicator(channel: Channel) -> Hashable:
-    """Every channel is a communicator of its own."""
-    return channel
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Where a rank stands still, and whom it waits for."""
-
-    rank: int
-    position: int
-    action: str
-    reason: str
-    waits_for: int | None
+from stretto.verify.unit_waits import UnitWaits
+from stretto.verify.units import UnitRun
+from stretto.verify.violation import Rule, Transport, Violation, Wait
 
 
 def find_deadlock(
     program: Schedule,
     transport: Transport,
-    communicator_of: Communicators = own_communicator,
+    communicators: Communicators = Communicators.PER_DIRECTION,
+    *,
+    batched: bool = True,
 ) -> tuple[Wait, ...]:
     """The ranks that never end, with what each waits for; empty if the program always ends.
 
     Args:
         program: A lowered schedule whose transfers are complete.
         transport: The rule of sending.
-        communicator_of: Which channels share a communicator; matters under rendezvous.
+        communicators: Which channels share a communicator; matters under `nccl` only, as does
+            the next.
+        batched: Whether the transfers between two compute actions are one unit, or each its own.
 
     Cost: linear in the number of actions.
     """
-    return _Run(program, transport, communicator_of).waits()
+    return _run(program, transport, communicators, batched).waits()
+
+
+def _run(
+    program: Schedule, transport: Transport, communicators: Communicators, batched: bool
+) -> _Run | UnitWaits:
+    if transport is Transport.NCCL:
+        return UnitWaits(UnitRun(program, communicators, batched))
+    return _Run(program, transport)
 
 
 class _Run:
     """Positions, queues and messages of a program under one rule."""
 
-    def __init__(
-        self, program: Schedule, transport: Transport, communicator_of: Communicators
-    ) -> None:
+    def __init__(self, program: Schedule, transport: Transport) -> None:
         self.program = program
         self.transport = transport
-        self.communicator_of = communicator_of
         self.position = [0] * program.num_ranks
         self.there: list[set[Value]] = [set() for _ in program.ranks]
-        self.queues: dict[tuple[int, Hashable], deque[Action]] = {}
+        self.queues: dict[tuple[int, Channel], deque[Action]] = {}
         self.posted: set[Action] = set()
         self.over: set[Action] = set()
         self.partner: dict[Action, tuple[int, Action]] = {}
@@ -125,11 +116,7 @@ class _Run:
         self._queue(rank, action).append(action)
 
     def _queue(self, rank: int, action: Action) -> deque[Action]:
-        channel = channel_of(action, self.program)
-        key: Hashable = channel
-        if self.transport is Transport.RENDEZVOUS:
-            key = self.communicator_of(channel)
-        return self.queues.setdefault((rank, key), deque())
+        return self.queues.setdefault((rank, channel_of(action, self.program)), deque())
 
     def _match(self, rank: int, action: Action) -> set[int]:
         """End all transfers that head both their queues; returns the ranks concerned."""
@@ -186,6 +173,21 @@ class _Run:
         reason = f"{other} on rank {other_rank} to take its message at the end of the step"
         return Wait(rank, len(self.program.ranks[rank]), str(action), reason, other_rank)
 
+    def circle(self) -> tuple[int | None, tuple[str, ...]]:
+        """The first rank of the circle, and the circle in words, if ranks wait in one."""
+        waits = {wait.rank: wait for wait in self.waits()}
+        for start in waits:
+            path: list[int] = []
+            rank: int | None = start
+            while rank is not None and rank in waits and rank not in path:
+                path.append(rank)
+                rank = waits[rank].waits_for
+            if rank is not None and rank in path:
+                turn = path[path.index(rank) :]
+                told = " -> ".join(f"rank {one} ({waits[one].action})" for one in turn)
+                return turn[0], (f"the circle: {told} -> rank {turn[0]}",)
+        return None, ()
+
     def _giver_rank(self, value: Value, rank: int) -> int | None:
         owner = self.program.rank_of(value.stage, value.microbatch)
         return None if owner == rank else owner
@@ -194,15 +196,18 @@ class _Run:
 def deadlock_violations(
     program: Schedule,
     transport: Transport,
-    communicator_of: Communicators = own_communicator,
+    communicators: Communicators = Communicators.PER_DIRECTION,
+    *,
+    batched: bool = True,
 ) -> tuple[Violation, ...]:
     """The deadlock as one violation, at the first rank of the circle; empty if there is none."""
-    waits = find_deadlock(program, transport, communicator_of)
+    run = _run(program, transport, communicators, batched)
+    waits = run.waits()
     if not waits:
         return ()
     by_rank = {wait.rank: wait for wait in waits}
-    circle = _circle(by_rank)
-    first = by_rank[circle[0]] if circle else waits[0]
+    start, circle = run.circle()
+    first = waits[0] if start is None else by_rank[start]
     lines = [
         f"rank {wait.rank} is at position {wait.position}, {wait.action}, "
         f"and waits for {wait.reason}"
@@ -210,29 +215,17 @@ def deadlock_violations(
     ]
     ended = sorted(set(range(program.num_ranks)) - set(by_rank))
     lines += [f"rank {rank} has ended" for rank in ended]
-    if circle:
-        path = " -> ".join(f"rank {rank} ({by_rank[rank].action})" for rank in circle)
-        lines.append(f"the circle: {path} -> rank {circle[0]}")
+    sends = str(transport)
+    if transport is Transport.NCCL:
+        sends += f", communicators {communicators}" + ("" if batched else ", one by one")
     return (
         Violation(
             rule=Rule.DEADLOCK,
             rank=first.rank,
             position=first.position,
             action=first.action,
-            problem=f"waits for ever (sends {transport})",
-            remedy="\n  ".join(lines),
+            problem=f"waits for ever (sends {sends})",
+            remedy="\n  ".join([*lines, *circle]),
             lowered=True,
         ),
     )
-
-
-def _circle(waits: dict[int, Wait]) -> list[int]:
-    for start in waits:
-        path: list[int] = []
-        rank: int | None = start
-        while rank is not None and rank in waits and rank not in path:
-            path.append(rank)
-            rank = waits[rank].waits_for
-        if rank is not None and rank in path:
-            return path[path.index(rank) :]
-    return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stretto.ir.communicators import Communicators, read_communicators
 from stretto.ir.costs import Costs, check_stage_count
 from stretto.ir.deps import describe_value
 from stretto.ir.schedule import Schedule, compute_only
@@ -9,6 +10,7 @@ from stretto.ir.walk import Blocked, walk
 from stretto.passes import lower
 from stretto.verify.completeness import find_incomplete
 from stretto.verify.deadlock import deadlock_violations
+from stretto.verify.lowering import lower_for
 from stretto.verify.memory import MemoryLimit, find_excess
 from stretto.verify.order import find_disorder
 from stretto.verify.transfers import find_bad_frees, find_bad_transfers
@@ -21,40 +23,59 @@ def verify(
     *,
     transport: Transport | str | None = None,
     memory: MemoryLimit | None = None,
+    communicators: Communicators | str = Communicators.PER_DIRECTION,
+    batched: bool = True,
 ) -> tuple[Violation, ...]:
     """Everything that is wrong with a schedule; nothing, if it is proved.
 
-    A schedule without transfers is checked, and then the program that `lower` makes of it; one
-    with transfers as it is.
+    A schedule without transfers is checked, and then the program that `lower` makes of it (under
+    `nccl`, that `lower_for` makes of it); one with transfers as it is.
 
     Args:
         schedule: Lowered or not.
         costs: For the memory limit; see `peak_memory`.
-        transport: The rule of sending to prove it under; None for all three.
+        transport: The rule of sending to prove it under; None for the three that need no
+            communicators: buffered, rendezvous and blocking.
         memory: The most a rank may hold, one number or one per rank; None for no limit.
+        communicators: Which channels share a communicator; for `nccl` alone, as the next.
+        batched: Whether the transfers between two compute actions are handed over as one unit, or
+            one by one.
 
     Returns:
         The violations, each naming rank, position, action, rule and remedy. Where parts are
         missing or misplaced, waiting is not examined: it could only say the same again.
 
     Raises:
-        InputError: the transport is unknown, or costs or limits do not fit the schedule.
+        InputError: the transport or the communicators are unknown, or costs or limits do not fit
+            the schedule.
 
     Cost: linear in the number of actions.
     """
     rules = read_transports(transport)
+    shared_by = read_communicators(communicators)
     if costs is not None:
         check_stage_count(costs, schedule.num_stages)
     found = [*find_incomplete(schedule), *find_disorder(compute_only(schedule))]
     if not found:
         found += _circle(compute_only(schedule))
     if not found:
-        program = schedule if schedule.is_lowered else lower(schedule)
-        found += [*find_bad_transfers(program), *find_bad_frees(program)]
+        needs_communicators = Transport.NCCL in rules
+        if schedule.is_lowered:
+            program = schedule
+        elif needs_communicators:
+            program = lower_for(schedule, shared_by, batched=batched)
+        else:
+            program = lower(schedule)
+        streams = shared_by if needs_communicators else Communicators.PER_CHANNEL
+        found += [*find_bad_transfers(program, streams), *find_bad_frees(program)]
         if schedule.is_lowered and not found:
             found += find_disorder(program, lowered=True)
         if not found:
-            found += [one for rule in rules for one in deadlock_violations(program, rule)]
+            found += [
+                one
+                for rule in rules
+                for one in deadlock_violations(program, rule, shared_by, batched=batched)
+            ]
     if memory is not None:
         found += find_excess(schedule, costs, memory)
     return tuple(found)

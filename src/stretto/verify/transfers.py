@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stretto.ir.action import COMPUTE, FREES, RECEIVES, SENDS, Action, AnyAction, Kind, halves
+from stretto.ir.communicators import Communicators
 from stretto.ir.deps import Channel, Value, channel_of, gives, needs, transfer_of
 from stretto.ir.schedule import Schedule
 from stretto.verify.violation import Rule, Violation
 
 
-def find_bad_transfers(schedule: Schedule) -> Iterator[Violation]:
-    """Missing, repeated, needless and misplaced SENDs and RECVs; channels out of order."""
+def find_bad_transfers(
+    schedule: Schedule, communicators: Communicators = Communicators.PER_CHANNEL
+) -> Iterator[Violation]:
+    """Missing, repeated, needless and misplaced SENDs and RECVs; streams out of order.
+
+    What a rank sends to a rank on one communicator is one stream: if all channels share one,
+    activations and gradients on the same way must be received in the order of all their sends.
+    """
+    merged = communicators is Communicators.SHARED
     due = _due_transfers(schedule)
     seen: dict[Action, tuple[int, int]] = {}
     streams: dict[Channel, tuple[list[Action], list[Action]]] = {}
@@ -26,7 +34,9 @@ def find_bad_transfers(schedule: Schedule) -> Iterator[Violation]:
                 yield _broken(Rule.TRANSFER, rank, position, item, *problem)
                 continue
             seen[item] = (rank, position)
-            sent, received = streams.setdefault(channel_of(item, schedule), ([], []))
+            channel = channel_of(item, schedule)
+            stream = channel._replace(direction="") if merged else channel
+            sent, received = streams.setdefault(stream, ([], []))
             (sent if item.kind in SENDS else received).append(item)
     for action in due:
         if action not in seen:

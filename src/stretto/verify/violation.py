@@ -22,20 +22,45 @@ class Rule(enum.Enum):
 
 
 class Transport(str, enum.Enum):
-    """How sends behave: the three rules under which a schedule is proved.
+    """How sends behave: the rules under which a schedule is proved.
 
     buffered: a SEND is over at once; a consumer waits for its message.
-    rendezvous: SEND and RECV are posted and over when both head their queue; one queue per
-        communicator and rank, without tags; consumers and the end of the step wait.
+    rendezvous: SEND and RECV are posted and over when both head their channel; consumers and the
+        end of the step wait.
     blocking: a SEND keeps its rank until its RECV is posted and heads the channel.
+    nccl: as rendezvous, but channels share communicators without tags, and a rank hands its
+        transfers over in units (`ir.communicators`). A unit starts when the one before it on its
+        communicator has ended on that rank, and ends when all its transfers have. Within a unit
+        the transfers to, or from, one rank go in order; others do not wait for each other. The
+        rank itself never stands at a transfer.
+
+    Source of `nccl`: NCCL user guide, "Point-to-point communication" and "Group calls";
+    pytorch issues 125079 (no tags), 186173 (batches on one communicator stay in order), 195760
+    (circles through a communicator that unrelated edges share).
     """
 
     BUFFERED = "buffered"
     RENDEZVOUS = "rendezvous"
     BLOCKING = "blocking"
+    NCCL = "nccl"
 
     def __str__(self) -> str:
         return self.value
+
+
+WITHOUT_COMMUNICATORS = (Transport.BUFFERED, Transport.RENDEZVOUS, Transport.BLOCKING)
+"""The rules that know channels only; every schedule is proved under all three by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Where a rank stands still, and whom it waits for."""
+
+    rank: int
+    position: int
+    action: str
+    reason: str
+    waits_for: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +97,13 @@ class Violation:
 
 
 def read_transports(transport: Transport | str | None) -> tuple[Transport, ...]:
-    """The rules to check: one, or all.
+    """The rules to check: one, or the three that need no communicators.
 
     Raises:
         InputError: there is no such rule.
     """
     if transport is None:
-        return tuple(Transport)
+        return WITHOUT_COMMUNICATORS
     known = [one.value for one in Transport]
     if str(transport) not in known:
         raise InputError(f"transport is {str(transport)!r}; it must be one of {', '.join(known)}")
