@@ -75,6 +75,20 @@ def test_check_tells_what_is_wrong_and_ends_with_1(tmp_path: Path) -> None:
     assert stretto("check", str(file), "--memory", "1").returncode == 1
 
 
+def test_check_proves_for_communicators_and_prints_the_circle(tmp_path: Path) -> None:
+    """A schedule is lowered for them; a program is proved as it is."""
+    file = tmp_path / "schedule.csv"
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    proved = stretto("check", str(file), "--transport", "nccl", "--communicators", "shared")
+    assert proved.returncode == 0
+    assert "proved for nccl (shared, batched) sends" in proved.stdout
+    file.write_text("0RECV_B0,0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+    assert stretto("check", str(file), "--transport", "nccl", "--no-batched").returncode == 0
+    hangs = stretto("check", str(file), "--transport", "nccl", "--communicators", "shared")
+    assert hangs.returncode == 1
+    assert "0SEND_F0 (position 2) is behind 0RECV_B0 (position 0), the head of" in hangs.stdout
+
+
 NEWER = json.dumps({"format": "stretto-schedule", "version": 99})
 MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("show", "gpip", *SMALL), "no schedule is called 'gpip' (did you mean 'gpipe'?)"),
@@ -90,6 +104,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("check", "no-such-file.csv"), "cannot read no-such-file.csv"),
     (("check", "{newer}"), "version 99 is not known to this release, which reads version 1"),
     (("check", "{newer}", "--transport", "eager"), "eager"),
+    (("check", "{newer}", "--communicators", "shared"), "belong to --transport nccl"),
     (("train", "no-such-file.toml"), "cannot read the configuration no-such-file.toml"),
     (("train", "{config}", "--schedule.name", "gpip"), "gpip"),
     (("train", "{config}", "--schedule.num_microbatches", "0"), "num_microbatches is 0"),
