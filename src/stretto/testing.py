@@ -24,6 +24,7 @@ def run_ranks(
     transport: str = "threads",
     rule: str = "buffered",
     timeout_s: float = 60.0,
+    communicators: str = "per_direction",
 ) -> list[Any]:
     """Call `fn(rank, group, *args)` on every rank and return what each returned, in rank order.
 
@@ -34,8 +35,9 @@ def run_ranks(
         transport: `threads`: the ranks are threads of this process. `gloo`: they are forked
             processes with one intra-op thread each; what they return must be picklable. Torch
             must not have run in several threads before.
-        rule: For threads: `buffered`, `rendezvous` or `blocking`; see `InProcessHub`.
+        rule: For threads: `buffered`, `rendezvous`, `blocking` or `nccl`; see `InProcessHub`.
         timeout_s: After this time the ranks are given up, in seconds.
+        communicators: For threads under `nccl`: `per_channel`, `per_direction` or `shared`.
 
     Raises:
         Exception: what a rank raised, whole; if several did, the one that did not raise because
@@ -47,16 +49,21 @@ def run_ranks(
     if transport not in TRANSPORTS:
         raise InputError(f"transport is {transport!r}; it must be one of {', '.join(TRANSPORTS)}")
     if transport == "threads":
-        return _run_threads(fn, num_ranks, args, rule, timeout_s)
+        return _run_threads(fn, num_ranks, args, rule, timeout_s, communicators)
     return _run_processes(fn, num_ranks, args, timeout_s)
 
 
 def _run_threads(
-    fn: Callable[..., Any], num_ranks: int, args: Sequence[Any], rule: str, timeout_s: float
+    fn: Callable[..., Any],
+    num_ranks: int,
+    args: Sequence[Any],
+    rule: str,
+    timeout_s: float,
+    communicators: str,
 ) -> list[Any]:
     from stretto.runtime import InProcessHub
 
-    hub = InProcessHub(num_ranks, rule=rule, timeout_s=timeout_s)
+    hub = InProcessHub(num_ranks, rule=rule, timeout_s=timeout_s, communicators=communicators)
     results: list[Any] = [None] * num_ranks
     errors: list[BaseException | None] = [None] * num_ranks
 

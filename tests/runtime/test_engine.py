@@ -29,7 +29,7 @@ def toy_engine(rank: int, group: Any, schedule: Schedule, **options: Any) -> Eng
     return Engine(stages, schedule, loss_fn=MSE, group=group, **options)
 
 
-@pytest.mark.parametrize("rule", ["buffered", "rendezvous", "blocking"])
+@pytest.mark.parametrize("rule", ["buffered", "rendezvous", "blocking", "nccl"])
 @pytest.mark.parametrize(
     ("name", "v"), [("gpipe", 0), ("one_f_one_b", 0), ("interleaved_1f1b", 2), ("looped_bfs", 2)]
 )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from stretto.errors import EndOfData, EngineClosedError, InputError, ScheduleError
-from stretto.ir import Action, Schedule
+from stretto.ir import Action, Communicators, Schedule
 from stretto.ir.calling import parameters_of
 from stretto.ir.files import schedule_to_json
 from stretto.passes import bubble_slots, forward_part, lower
@@ -46,7 +46,7 @@ from stretto.runtime.stage import StageRunner
 from stretto.runtime.step import Duties, StepCall, check_call, cut_call, settle_call
 from stretto.runtime.tree import unflatten
 from stretto.runtime.wire.resolve import resolve_group
-from stretto.verify import verify
+from stretto.verify import lower_for, verify
 
 _LOG = logging.getLogger("stretto")
 
@@ -125,7 +125,10 @@ class Engine:
         self._hooks = Hooks()
         try:
             self.schedule, skips = self._agree_on_schedule(schedule)
-            self._program = _prove(self.schedule)  # the same on all ranks, and so is its verdict
+            communicators = self._group.communicators
+            self._program = _prove(
+                self.schedule, communicators
+            )  # the same on all ranks, and so is its verdict
         except BaseException:
             self._group.close()
             raise
@@ -421,7 +424,7 @@ class Engine:
     def _eval_program(self, num_microbatches: int) -> Schedule:
         if num_microbatches not in self._eval_programs:
             forwards = forward_part(self.schedule, num_microbatches)
-            self._eval_programs[num_microbatches] = _prove(forwards)
+            self._eval_programs[num_microbatches] = _prove(forwards, self._group.communicators)
         return self._eval_programs[num_microbatches]
 
     def _result(
@@ -509,16 +512,19 @@ class Engine:
             raise
 
 
-def _prove(schedule: Schedule) -> Schedule:
-    """The lowered schedule, once it is proved and runnable."""
+def _prove(schedule: Schedule, communicators: Communicators | None) -> Schedule:
+    """The lowered schedule, once it is proved, for these communicators if any, and runnable."""
     if schedule.placement.num_replicas > 1:
         raise InputError("the engine does not run schedules with two replicas of a stage yet")
-    program = lower(schedule)
+    program = lower(schedule) if communicators is None else lower_for(schedule, communicators)
     for rank in range(program.num_ranks):
         for action in program.actions(rank):
             if not isinstance(action, Action) or action.kind not in RUNNABLE:
                 raise InputError(f"rank {rank}: the engine does not run {action} yet")
-    violations = verify(program, transport="rendezvous")
+    if communicators is None:
+        violations = verify(program, transport="rendezvous")
+    else:
+        violations = verify(program, transport="nccl", communicators=communicators)
     if violations:
         listed = "\n".join(str(one) for one in violations[:10])
         raise ScheduleError(f"the schedule breaks {len(violations)} rules:\n{listed}", violations)

@@ -196,6 +196,7 @@ class Executor:
             runner.wants_input_gradients = given.keep_input_gradients
         computed = 0
         try:
+            self._around.transport.begin(schedule)
             for action in schedule.actions(self.rank):
                 assert isinstance(action, Action)
                 if in_bubble and action.kind in COMPUTE:

@@ -152,7 +152,8 @@ def written_again(num_ranks: int, transport: str, case: Case, rule: str = "buffe
     return flat(run_ranks(written_over, num_ranks, num_ranks, case, transport=transport, rule=rule))
 
 
-RULES = [("threads", "rendezvous"), ("threads", "blocking"), ("gloo", "buffered")]
+RULES = [("threads", "rendezvous"), ("threads", "blocking"), ("threads", "nccl")]
+RULES += [("gloo", "buffered")]
 
 
 @pytest.mark.parametrize(("transport", "rule"), RULES)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.errors import InputError, TransportError
-from stretto.ir import Action, Channel, edge_of
+from stretto.ir import Action, Channel, Schedule, edge_of
 from stretto.runtime.wire.message import (
     ALIGNMENT,
     Layout,
@@ -54,6 +54,8 @@ class GlooGroup:
         process_group: The user's group; its ranks in order are the ranks of the pipeline.
         timeout_s: How long a transfer may take, in seconds.
     """
+
+    communicators = None  # a channel has a tag, so each is a stream of its own
 
     def __init__(self, process_group: dist.ProcessGroup, *, timeout_s: float) -> None:
         ranks = dist.get_process_group_ranks(process_group)
@@ -147,6 +149,9 @@ class GlooTransport:
         self._receivers = {
             channel: _Receiver(group, channel) for channel in channels if channel.target == rank
         }
+
+    def begin(self, program: Schedule) -> None:
+        """Channels are streams of their own, so nothing is to be known beforehand."""
 
     def send(self, channel: Channel, action: Action, message: Message) -> Pending:
         """Fill the frame and hand it to the channel's thread."""

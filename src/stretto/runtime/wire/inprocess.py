@@ -1,9 +1,10 @@
 """Ranks as threads of one process: for tests, notebooks and several stages on one device.
 
-The hub can keep each of the three rules under which schedules are proved: `buffered` (a send is
-over at once), `rendezvous` (it is over when it heads its channel and so does a posted receive)
-and `blocking` (the sender sits in the call until then). Messages are copied at the send, as on
-any wire, so a sender may change its tensors afterwards.
+The hub can keep each of the rules under which schedules are proved: `buffered` (a send is over at
+once), `rendezvous` (it is over when it heads its channel and so does a posted receive), `blocking`
+(the sender sits in the call until then) and `nccl` (units in a queue per communicator, see
+`wire.communicator`). Messages are copied at the send, as on any wire, so a sender may change its
+tensors afterwards.
 """
 
 from __future__ import annotations
@@ -14,11 +15,22 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from stretto.errors import ExecutionError, InputError, RemoteError, TransportError
-from stretto.ir import Action, Channel, edge_of
+from stretto.ir import (
+    Action,
+    Channel,
+    Communicators,
+    Schedule,
+    channel_of,
+    communicator_of,
+    edge_of,
+    read_communicators,
+    units,
+)
+from stretto.runtime.wire.communicator import Communicator, SendOnStream
 from stretto.runtime.wire.message import Message, snapshot
 from stretto.runtime.wire.transport import Pending
 
-RULES = ("buffered", "rendezvous", "blocking")
+RULES = ("buffered", "rendezvous", "blocking", "nccl")
 
 
 class InProcessHub:
@@ -26,11 +38,19 @@ class InProcessHub:
 
     Args:
         num_ranks: Number of ranks (threads).
-        rule: `buffered`, `rendezvous` or `blocking`.
+        rule: `buffered`, `rendezvous`, `blocking` or `nccl`.
         timeout_s: How long a rank waits for another, in seconds.
+        communicators: Under `nccl`, which channels share a communicator.
     """
 
-    def __init__(self, num_ranks: int, *, rule: str = "buffered", timeout_s: float = 300) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        rule: str = "buffered",
+        timeout_s: float = 300,
+        communicators: Communicators | str = Communicators.PER_DIRECTION,
+    ) -> None:
         if num_ranks < 1:
             raise InputError(f"num_ranks is {num_ranks}; it must be at least 1")
         if rule not in RULES:
@@ -38,6 +58,9 @@ class InProcessHub:
         self.num_ranks = num_ranks
         self.rule = rule
         self.timeout_s = timeout_s
+        sharing = read_communicators(communicators)
+        self.communicators = sharing if rule == "nccl" else None
+        """How channels share communicators; None if each is a stream of its own."""
         self.failure: tuple[int, str] | None = None
         """The rank that failed first, and what its error said; the error would hold its frames."""
         self._lock = threading.Condition()
@@ -45,7 +68,7 @@ class InProcessHub:
         self._left: Counter[int] = Counter()
         self._entered = [0] * num_ranks
         self._engines = [0] * num_ranks
-        self._streams: dict[tuple[int, Channel], _Stream] = {}
+        self._streams: dict[tuple[int, Channel | str], _Stream | Communicator] = {}
 
     def group(self, rank: int) -> InProcessGroup:
         """This rank's view of the pipeline."""
@@ -97,13 +120,13 @@ class InProcessHub:
             self._engines[rank] += 1
             return self._engines[rank]
 
-    def stream(self, number: int, channel: Channel) -> _Stream:
-        """The stream of a channel, for the n-th engine of the ranks."""
+    def stream(self, number: int, channel: Channel) -> _Stream | Communicator:
+        """The stream of a channel, or its communicator, for the n-th engine of the ranks."""
         with self._lock:
-            key = (number, channel)
-            if key not in self._streams:
-                self._streams[key] = _Stream()
-            return self._streams[key]
+            if self.communicators is None:
+                return self._streams.setdefault((number, channel), _Stream())
+            name = communicator_of(channel, self.communicators)
+            return self._streams.setdefault((number, name), Communicator(name))
 
 
 class InProcessGroup:
@@ -113,12 +136,13 @@ class InProcessGroup:
         self.hub = hub
         self.rank = rank
         self.num_ranks = hub.num_ranks
+        self.communicators = hub.communicators
 
     def connect(self, channels: Sequence[Channel]) -> InProcessTransport:
         """Streams of their own for every engine, in the order the engines are made."""
         number = self.hub.next_engine(self.rank)
         streams = {channel: self.hub.stream(number, channel) for channel in channels}
-        return InProcessTransport(streams, self.hub)
+        return InProcessTransport(streams, self.hub, self.rank)
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Exchange a few bytes with the other threads."""
@@ -139,11 +163,23 @@ class InProcessGroup:
 class InProcessTransport:
     """Messages between threads."""
 
-    def __init__(self, streams: dict[Channel, _Stream], hub: InProcessHub) -> None:
+    def __init__(
+        self, streams: dict[Channel, _Stream | Communicator], hub: InProcessHub, rank: int
+    ) -> None:
         self._streams = streams
         self._hub = hub
+        self._rank = rank
         self._last_layout: dict[tuple[str, int, int], object] = {}
         self._metadata_count = 0
+
+    def begin(self, program: Schedule) -> None:
+        """Under `nccl`, tell the communicators in which units this rank's transfers will come."""
+        if self._hub.communicators is None:
+            return
+        for unit in units(program, self._rank, self._hub.communicators):
+            stream = self._streams[channel_of(unit.actions[0], program)]
+            assert isinstance(stream, Communicator)
+            stream.expect(self._rank, unit)
 
     def send(self, channel: Channel, action: Action, message: Message) -> Pending:
         """Copy the message and put it on the channel; under `blocking`, wait for its receiver."""
@@ -153,7 +189,8 @@ class InProcessTransport:
             self._metadata_count += 1
         message.check_unchanged()
         copied = Message(message.layout, tuple(snapshot(tensor) for tensor in message.tensors))
-        pending = Pending(action, channel)
+        is_on_stream = self._hub.communicators is not None
+        pending = SendOnStream(action, channel) if is_on_stream else Pending(action, channel)
         self._streams[channel].add_send(pending, copied, eager=self._hub.rule == "buffered")
         if self._hub.failure is not None:
             pending.fail(self._hub.remote_error())
@@ -174,9 +211,10 @@ class InProcessTransport:
         return self._metadata_count
 
     def close(self) -> None:
-        """Transfers under way fail."""
+        """Transfers under way fail; those of communicators are other ranks', too, and go on."""
         for stream in self._streams.values():
-            stream.fail(TransportError("the engine was closed"))
+            if isinstance(stream, _Stream):
+                stream.fail(TransportError("the engine was closed"))
 
 
 class _Stream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stretto.ir import Action, Channel
+from stretto.ir import Action, Channel, Schedule
 from stretto.runtime.wire.message import Message
 from stretto.runtime.wire.transport import Pending
 
@@ -14,6 +14,7 @@ class LocalGroup:
 
     rank = 0
     num_ranks = 1
+    communicators = None
 
     def connect(self, channels: Sequence[Channel]) -> LocalGroup:
         """Itself: there are no channels."""
@@ -28,6 +29,9 @@ class LocalGroup:
         """The payload itself."""
         assert payload is not None and source == 0
         return payload
+
+    def begin(self, program: Schedule) -> None:
+        """Nothing is ever sent."""
 
     def send(self, channel: Channel, action: Action, message: Message) -> Pending:
         """Never called: edges inside a rank do not use the transport."""

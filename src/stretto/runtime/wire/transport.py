@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from stretto.errors import ExecutionError, TransportError
-from stretto.ir import Action, Channel
+from stretto.ir import Action, Channel, Communicators, Schedule
 from stretto.runtime.wire.message import Message
 
 
@@ -79,6 +79,10 @@ class Pending:
 class Transport(Protocol):
     """Carries the messages of one engine; made by its group, closed with it."""
 
+    def begin(self, program: Schedule) -> None:
+        """The transfers that follow are this rank's of this lowered program, in its order."""
+        ...
+
     def send(self, channel: Channel, action: Action, message: Message) -> Pending:
         """Send the message; its tensors may change as soon as this returns."""
         ...
@@ -107,6 +111,11 @@ class Group(Protocol):
     @property
     def num_ranks(self) -> int:
         """Number of ranks of the pipeline."""
+        ...
+
+    @property
+    def communicators(self) -> Communicators | None:
+        """Which channels share a communicator, under NCCL's rules; None if each is a stream."""
         ...
 
     def connect(self, channels: Sequence[Channel]) -> Transport:
