@@ -150,6 +150,23 @@ def test_receive_buffers_hold_nan_until_the_message_comes(dtype: torch.dtype) ->
     assert buffers[0].data_ptr() == got[0].data_ptr()
 
 
+def test_buffers_of_an_old_layout_are_not_used_for_a_new_one() -> None:
+    """Two receives are posted for short messages, and two long ones come."""
+    program = two_ranks(
+        "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2",
+        "1RECV_F0 1F0 1RECV_F1 1RECV_F2 1F1 1F2",
+    )
+    ranks = Ranks(program, "per_direction")
+    ranks.do(0, 1, 1.0)
+    ranks.do(1, 0)
+    receives = [ranks.do(1, position) for position in (2, 3)]
+    assert [one.message.tensors[0].numel() for one in receives if one.message] == [1, 1]
+    long = [float(number) for number in range(100)]
+    ranks.do(0, 3, *long)
+    ranks.do(0, 5, *long, 100.0)
+    assert [one.wait(0).tensors[0].tolist() for one in receives] == [long, [*long, 100.0]]
+
+
 def test_messages_that_meet_the_wrong_receive_fail_by_name() -> None:
     """Without tags, order alone decides what meets what."""
     program = two_ranks(

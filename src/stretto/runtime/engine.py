@@ -125,10 +125,8 @@ class Engine:
         self._hooks = Hooks()
         try:
             self.schedule, skips = self._agree_on_schedule(schedule)
-            communicators = self._group.communicators
-            self._program = _prove(
-                self.schedule, communicators
-            )  # the same on all ranks, and so is its verdict
+            # the same on all ranks, and so is its verdict
+            self._program = _prove(self.schedule, self._group.communicators)
         except BaseException:
             self._group.close()
             raise

@@ -5,7 +5,8 @@ of their queues move; a message passes when its SEND and its RECV are, in such u
 their way between two ranks that are not over. There are no tags: whatever meets there is
 matched, and if the two do not belong together both fail. Two more habits are kept: waiting for
 a send lets the caller go on at once, and a receive's buffers, where their layout is known, are
-there from the start and hold NaN (all bits set) until the message comes.
+there from the start and hold NaN (all bits set) until the message comes. Waiting for a receive
+does hold the caller: its thread computes, and so stands for the stream that waits on a device.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ class SendOnStream(Pending):
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """A SEND with its message, or a RECV with its buffers if their layout is known."""
+    """A SEND with its message, or a RECV with its buffers if a layout was known when it came."""
 
     pending: Pending
     message: Message | None = None
+    layout: Layout | None = None
     frame: torch.Tensor | None = None
 
 
@@ -69,13 +71,12 @@ class Communicator:
 
     def add_receive(self, pending: Pending) -> None:
         """A RECV of the rank's next unit."""
-        transfer = _Transfer(pending)
         with self._lock:
             layout = self._layouts.get(_edge(pending))
-            if layout is not None:
-                transfer.frame = _frame(layout)
-                pending.message = Message(layout, unpack(layout, transfer.frame, 0))
-            self._add(pending.channel.target, transfer)
+            frame = None if layout is None else _frame(layout)
+            if layout is not None and frame is not None:
+                pending.message = Message(layout, unpack(layout, frame, 0))
+            self._add(pending.channel.target, _Transfer(pending, layout=layout, frame=frame))
 
     def fail(self, error: BaseException) -> None:
         """All that is not over fails, and nothing passes any more."""
@@ -131,11 +132,10 @@ class Communicator:
             sent.fail(error)
             received.fail(error)
             return
-        edge = _edge(received)
         frame = receive.frame
-        if frame is None or self._layouts.get(edge) != message.layout:
+        if frame is None or receive.layout != message.layout:
             frame = _frame(message.layout)
-        self._layouts[edge] = message.layout
+        self._layouts[_edge(received)] = message.layout
         pack(message, frame, 0)
         received.message = Message(message.layout, unpack(message.layout, frame, 0))
         now_ns = time.perf_counter_ns()
