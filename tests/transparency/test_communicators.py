@@ -51,11 +51,11 @@ def differing(schedule: Schedule, communicators: Communicators) -> list[str]:
     )
 
 
-@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 1), (2, 5), (3, 4), (4, 8), (5, 2), (8, 3)])
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 1), (2, 3), (3, 4), (4, 6), (5, 2), (8, 2)])
 def test_schedules_run_under_nccls_rules_with_the_plain_models_bits(p: int, m: int) -> None:
-    """Every generator by direction; for few ranks any order on any placement, sharing any way."""
+    """Every generator by direction; for few ranks any placement or way of sharing."""
     for name, schedule in every_schedule(p, m) if 1 < p <= 3 else generated(p, m):
-        for communicators in Communicators if p <= 3 else (Communicators.PER_DIRECTION,):
+        for communicators in Communicators if p == 2 else (Communicators.PER_DIRECTION,):
             assert differing(schedule, communicators) == [], (name, communicators)
 
 

@@ -139,7 +139,7 @@ def is_ahead(schedule: Schedule, communicators: Communicators) -> bool:
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
 def test_receives_are_posted_ahead_wherever_that_is_proved(p: int) -> None:
     """Always on channels of their own; by direction on a line of ranks, and not on a loop."""
-    for m in (1, 2, 5, 8):
+    for m in (1, 2, 5):
         for name, schedule in generated(p, m):
             is_line = schedule.num_stages == p
             found = [is_ahead(schedule, one) for one in Communicators]
@@ -166,7 +166,7 @@ def refused(name: str, schedule: Schedule) -> list[str]:
 @pytest.mark.parametrize("p", range(1, 17))
 def test_every_generator_is_proved_for_every_way_of_sharing(p: int) -> None:
     """Few and many microbatches for each number of ranks, batched and one by one."""
-    for m in {1, 64 // p**2} if p <= 5 else {1 + p % 4}:
+    for m in {1, 64 // p**2} if p <= 5 else {1 + p % 2}:
         for name, schedule in every_schedule(p, m) if 1 < p <= 5 else generated(p, m):
             assert refused(f"{name} {p} {m}", schedule) == []
 

@@ -155,10 +155,10 @@ def test_orders_that_only_some_rules_allow_are_told_apart() -> None:
 def test_mutated_programs_are_judged_as_brute_force_does_on_shared_communicators(
     sharing: Communicators, batched: bool
 ) -> None:
-    """Of lowered programs and 240 mutants, for every way of sharing, batched and one by one."""
+    """Of lowered programs and 180 mutants, for every way of sharing, batched and one by one."""
     verdicts: Counter[bool] = Counter()
     rules: Counter[Rule] = Counter()
-    for seed in range(60):
+    for seed in range(45):
         draw = random.Random(f"{sharing} {batched} {seed}")
         program = lower(random_schedule(draw), ahead=draw.choice((0, 1)))
         owners, m = program.placement.replicas[0], program.num_microbatches
@@ -177,8 +177,8 @@ def test_mutated_programs_are_judged_as_brute_force_does_on_shared_communicators
             assert (not found) == legal, (orders, owners, [str(one) for one in found])
             verdicts[legal] += 1
             rules.update({one.rule for one in found})
-    assert verdicts.total() >= 200
+    assert verdicts.total() >= 150
     assert min(verdicts.values()) > 20, verdicts
     # where channels share nothing, few moves break more than the order of a channel
-    enough = {"per_channel": 0, "per_direction": 6, "shared": 10}
+    enough = {"per_channel": 0, "per_direction": 4, "shared": 8}
     assert rules[Rule.DEADLOCK] >= enough[sharing], rules
