@@ -11,6 +11,7 @@
     └── ExecutionError                 a run that failed; carries rank and, where known, the action
         ├── StageError                 user code raised inside an action
         ├── TransportError             a message did not get through
+        │   └── HangError              a wait took too long; carries where every rank is
         ├── RemoteError                another rank refused or failed; carries its rank and text
         └── EngineClosedError          the engine cannot be used any more; carries the reason
 
@@ -20,7 +21,7 @@ An `ExecutionError` ends a run: the command line exits with 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class StrettoError(Exception):
@@ -100,8 +101,54 @@ class TransportError(ExecutionError):
     """A message could not be sent or received."""
 
 
+class HangError(TransportError):
+    """A rank waited for another longer than it may.
+
+    Args:
+        message: What was waited for, and where every rank is, if that is known.
+        report: Rank → where it is, since when, and what it waits for.
+        rank: The rank that waited.
+        action: The action that waited, printed, if it was one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        report: Mapping[int, str] | None = None,
+        rank: int | None = None,
+        action: str | None = None,
+    ) -> None:
+        super().__init__(message, rank=rank, action=action)
+        self.report = dict(report or {})
+
+
 class RemoteError(ExecutionError):
-    """Another rank refused the step or failed in it."""
+    """Another rank refused the step or failed in it.
+
+    Args:
+        message: What happened there, in one sentence.
+        rank: The rank it happened on.
+        action: The action it happened in, printed, if it was one.
+        trace: The traceback of that rank, as text; empty if there is none.
+        is_final: Whether that rank takes no further step.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        action: str | None = None,
+        trace: str = "",
+        is_final: bool = False,
+    ) -> None:
+        super().__init__(message, rank=rank, action=action)
+        self.trace = trace
+        self.is_final = is_final
+        add_note = getattr(self, "add_note", None)  # since Python 3.11
+        if trace and add_note is not None:
+            add_note(f"on rank {rank}:\n{trace}")
 
 
 class EngineClosedError(ExecutionError):

@@ -14,7 +14,7 @@ from typing import Any
 
 from stretto.errors import ExecutionError, InputError, RemoteError, TransportError
 
-TRANSPORTS = ("threads", "gloo")
+TRANSPORTS = ("threads", "sockets", "gloo")
 
 
 def run_ranks(
@@ -32,9 +32,10 @@ def run_ranks(
         fn: What a rank does; it gives `group` to its engine.
         num_ranks: Number of ranks, at least 1.
         args: Given to every rank as they are.
-        transport: `threads`: the ranks are threads of this process. `gloo`: they are forked
-            processes with one intra-op thread each; what they return must be picklable. Torch
-            must not have run in several threads before.
+        transport: `threads`: the ranks are threads of this process. `sockets`, `gloo`: they are
+            forked processes with one intra-op thread each, inside a default process group, and
+            their engines talk over this; what they return must be picklable. Torch must not have
+            run in several threads before.
         rule: For threads: `buffered`, `rendezvous`, `blocking` or `nccl`; see `InProcessHub`.
         timeout_s: After this time the ranks are given up, in seconds.
         communicators: For threads under `nccl`: `per_channel`, `per_direction` or `shared`.
@@ -50,7 +51,7 @@ def run_ranks(
         raise InputError(f"transport is {transport!r}; it must be one of {', '.join(TRANSPORTS)}")
     if transport == "threads":
         return _run_threads(fn, num_ranks, args, rule, timeout_s, communicators)
-    return _run_processes(fn, num_ranks, args, timeout_s)
+    return _run_processes(fn, num_ranks, args, transport, timeout_s)
 
 
 def _run_threads(
@@ -96,7 +97,7 @@ def _raise_first(errors: Sequence[BaseException | None]) -> None:
 
 
 def _run_processes(
-    fn: Callable[..., Any], num_ranks: int, args: Sequence[Any], timeout_s: float
+    fn: Callable[..., Any], num_ranks: int, args: Sequence[Any], transport: str, timeout_s: float
 ) -> list[Any]:
     import multiprocessing
 
@@ -109,7 +110,7 @@ def _run_processes(
         processes = [
             context.Process(
                 target=_child,
-                args=(fn, rank, num_ranks, args, port.number, pipes[rank][1], timeout_s),
+                args=(fn, rank, num_ranks, args, transport, port.number, pipes[rank][1], timeout_s),
                 daemon=True,
             )
             for rank in range(num_ranks)
@@ -159,6 +160,7 @@ def _child(
     rank: int,
     num_ranks: int,
     args: Sequence[Any],
+    transport: str,
     port: int,
     answer: Any,
     timeout_s: float,
@@ -169,6 +171,7 @@ def _child(
     import torch
     from torch import distributed as dist
 
+    from stretto.runtime.wire.resolve import GroupOver
     from stretto.train.launch import die_with_parent
 
     die_with_parent(os.getppid())
@@ -179,7 +182,10 @@ def _child(
         limit = timedelta(seconds=timeout_s)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
-        answer.send_bytes(pickle.dumps((True, fn(rank, dist.group.WORLD, *args))))
+        world = dist.group.WORLD
+        assert world is not None
+        result = fn(rank, GroupOver(world, transport), *args)
+        answer.send_bytes(pickle.dumps((True, result)))
         dist.barrier()
     except BaseException as error:
         status = 1

@@ -38,7 +38,7 @@ def remake(rank: int, group: Any) -> dict[str, list[Any]]:
         seen["threads"].append(threading.active_count())
         seen["files"].append(len(os.listdir("/proc/self/fd")))
     total = torch.ones(1)
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total)
     assert total.item() == 2, "the user's own group still works"
     return seen
 

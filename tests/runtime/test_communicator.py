@@ -47,7 +47,7 @@ class Ranks:
             program.num_ranks, rule="nccl", communicators=communicators, timeout_s=0.05
         )
         self.transports = [
-            self.hub.group(rank).connect(channels_of_rank(program, rank))
+            self.hub.join(rank).connect(channels_of_rank(program, rank))
             for rank in range(program.num_ranks)
         ]
         for transport in self.transports:
@@ -190,7 +190,7 @@ def test_a_failed_rank_ends_transfers_of_every_state() -> None:
     ranks.hub.fail(0, ValueError("boom"))
     pending.append(ranks.do(0, 2))
     for one in pending:
-        with pytest.raises(RemoteError, match="rank 0 failed: boom"):
+        with pytest.raises(RemoteError, match="rank 0 failed: ValueError: boom"):
             one.wait(0)
 
 

@@ -26,7 +26,7 @@ def message(value: float) -> Message:
 def pair(rule: str) -> tuple[InProcessHub, Any, Any]:
     """Two ranks with one channel from 0 to 1."""
     hub = InProcessHub(2, rule=rule, timeout_s=2)
-    return hub, *(hub.group(rank).connect([CHANNEL]) for rank in range(2))
+    return hub, *(hub.join(rank).connect([CHANNEL]) for rank in range(2))
 
 
 def test_buffered_sends_are_over_at_once() -> None:
@@ -75,10 +75,10 @@ def test_a_failed_rank_wakes_those_that_wait() -> None:
     hub, _, right = pair("buffered")
     pending = right.receive(CHANNEL, RECEIVE)
     threading.Timer(0.02, lambda: hub.fail(0, ValueError("boom"))).start()
-    with pytest.raises(RemoteError, match="rank 0 failed: boom"):
+    with pytest.raises(RemoteError, match="rank 0 failed: ValueError: boom"):
         pending.wait(2)
-    with pytest.raises(RemoteError, match="rank 0 failed: boom"):
-        hub.group(1).gather(b"")
+    with pytest.raises(RemoteError, match="rank 0 failed: ValueError: boom"):
+        hub.join(1).gather(b"", "the test")
 
 
 def test_a_wait_past_its_limit_names_action_and_channel() -> None:
@@ -93,8 +93,8 @@ def test_a_wait_past_its_limit_names_action_and_channel() -> None:
 def test_a_late_rank_is_named() -> None:
     """An exchange that not all ranks join says who is missing."""
     hub = InProcessHub(3, timeout_s=0.05)
-    with pytest.raises(TransportError, match=r"ranks \[0, 2\] did not join"):
-        hub.group(1).gather(b"")
+    with pytest.raises(TransportError, match=r"ranks \[0, 2\], which did not come to the test"):
+        hub.join(1).gather(b"", "the test")
 
 
 @pytest.mark.parametrize(("ranks", "rule"), [(0, "buffered"), (2, "eager")])

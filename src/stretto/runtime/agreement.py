@@ -12,27 +12,31 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from stretto.errors import InputError, StrettoError
-from stretto.runtime.wire.transport import Group
 
 T = TypeVar("T")
 
 
 def agree(
-    group: Group, check: Callable[[], tuple[T, Mapping[str, Any]]], what: str
+    gather: Callable[[bytes, str], list[bytes]],
+    check: Callable[[], tuple[T, Mapping[str, Any]]],
+    what: str,
+    *,
+    call: str | None = None,
 ) -> tuple[T, list[Mapping[str, Any]]]:
     """Run a check on every rank and go on only if it passes on all.
 
     Args:
-        group: The ranks.
+        gather: Exchanges a few bytes with all ranks, as `Group.gather` does.
         check: Returns something for this rank and a note (JSON) for all.
         what: What is being agreed on, for the message.
+        call: The same more exactly: must be equal on all ranks; by default `what`.
 
     Returns:
         This rank's result, and the notes of all ranks.
 
     Raises:
         Exception: the check failed here (its own error, of whatever kind) ...
-        InputError: ... or on another rank, which the message names.
+        InputError: ... or on another rank, which the message names; or ranks made different calls.
     """
     checked: list[T] = []
     failure: Exception | None = None
@@ -42,13 +46,15 @@ def agree(
         checked.append(mine)
     except Exception as error:
         failure = error
-    blob = json.dumps({"error": None if failure is None else _told(failure), "note": note})
-    answers = [json.loads(one) for one in group.gather(blob.encode())]
+    told = None if failure is None else _told(failure)
+    blob = json.dumps({"call": call or what, "error": told, "note": note})
+    answers = [json.loads(one) for one in gather(blob.encode(), call or what)]
     if failure is not None:
         try:
             raise failure
         finally:
             failure = None  # its traceback holds this frame: without the circle both go at once
+    require_equal(answers, "call", "what is called")
     for rank, answer in enumerate(answers):
         if answer["error"] is not None:
             raise InputError(f"rank {rank} refused {what}: {answer['error']}")

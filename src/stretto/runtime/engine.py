@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,13 @@ from typing import Any
 
 import torch
 
-from stretto.errors import EndOfData, EngineClosedError, InputError, ScheduleError
+from stretto.errors import (
+    EndOfData,
+    EngineClosedError,
+    InputError,
+    ScheduleError,
+    TransportError,
+)
 from stretto.ir import Action, Communicators, Schedule
 from stretto.ir.calling import parameters_of
 from stretto.ir.files import schedule_to_json
@@ -46,6 +53,7 @@ from stretto.runtime.stage import StageRunner
 from stretto.runtime.step import Duties, StepCall, check_call, cut_call, settle_call
 from stretto.runtime.tree import unflatten
 from stretto.runtime.wire.resolve import resolve_group
+from stretto.runtime.wire.transport import Transport
 from stretto.verify import lower_for, verify
 
 _LOG = logging.getLogger("stretto")
@@ -79,11 +87,15 @@ class Engine:
         record: Whether steps record what ran (`result.timeline`); can be changed at any time, on
             all ranks alike.
         step_timeout_s: How long a rank waits for another before it gives up, in seconds.
+        transport: What carries messages between processes: `sockets` (the ranks of one host; TCP
+            across hosts), `gloo`, or `auto`: sockets where all ranks are CPU ranks of one host,
+            else gloo.
 
     Raises:
         InputError: an argument cannot be used, or another rank was given something else. Raised
             on every rank.
         ScheduleError: the schedule breaks a rule; all violations are named.
+        ExecutionError: another rank did not come, or failed meanwhile.
 
     Example:
         >>> schedule = one_f_one_b(num_ranks=1, num_microbatches=4)
@@ -107,9 +119,16 @@ class Engine:
         fixed_layouts: bool = False,
         record: bool = False,
         step_timeout_s: float = 300.0,
+        transport: str = "auto",
     ) -> None:
-        self._group = resolve_group(group, timeout_s=step_timeout_s)
         self.stages = dict(stages)
+        self.device = _default_device(self.stages) if device is None else torch.device(device)
+        self._group = resolve_group(
+            group,
+            transport=transport,
+            on_cpu=self.device.type == "cpu",
+            timeout_s=step_timeout_s,
+        )
         self.record = record
         self.step_number = 0
         """Number of the next training step; a part of the random rule, to be set on resuming."""
@@ -123,30 +142,27 @@ class Engine:
         self._microbatch_rows: int | None = None
         self._bubble_hooks: Mapping[int, Sequence[Callable[[], None]]] | None = None
         self._hooks = Hooks()
+        self._executor: Executor | None = None
+        self._transport: Transport | None = None
+        self._metadata_before = 0
+        self._parameters = unique_parameters(self.stages)
+        self._seeder = None if seed is None else LayerSeeder(seed, self.device)
+        self._checks = OutgoingChecks(finite=check_finite, fixed_layouts=fixed_layouts)
+        self._timeout_s = step_timeout_s
         try:
             self.schedule, skips = self._agree_on_schedule(schedule)
             # the same on all ranks, and so is its verdict
             self._program = _prove(self.schedule, self._group.communicators)
-        except BaseException:
-            self._group.close()
+            self._duties = Duties(rank=self.rank, schedule=self.schedule, loss_fns=self._loss_fns)
+            with self._together():
+                self._runners = {
+                    index: StageRunner(index, module, device=self.device, skips=skips)
+                    for index, module in self.stages.items()
+                }
+                self._connect()
+        except BaseException as error:
+            self._close(f"it could not be made: {error}")
             raise
-        self._duties = Duties(rank=self.rank, schedule=self.schedule, loss_fns=self._loss_fns)
-        self.device = _default_device(self.stages) if device is None else torch.device(device)
-        self._parameters = unique_parameters(self.stages)
-        self._transport = self._group.connect(channels_of_rank(self._program, self.rank))
-        runners = {
-            index: StageRunner(index, module, device=self.device, skips=skips)
-            for index, module in self.stages.items()
-        }
-        checks = OutgoingChecks(finite=check_finite, fixed_layouts=fixed_layouts)
-        around = Surroundings(
-            transport=self._transport,
-            seeder=None if seed is None else LayerSeeder(seed, self.device),
-            hooks=self._hooks,
-            check_outgoing=checks.check,
-            timeout_s=step_timeout_s,
-        )
-        self._executor = Executor(self.rank, runners, around)
         _LOG.info(
             "rank %d of %d: stages %s of %d, %d microbatches, over %s",
             self.rank,
@@ -156,6 +172,24 @@ class Engine:
             self.schedule.num_microbatches,
             type(self._transport).__name__,
         )
+
+    def _connect(self) -> Executor:
+        """Make a transport, and what runs over it: at first, and after each step that failed."""
+        self._transport = self._group.connect(channels_of_rank(self._program, self.rank))
+        around = Surroundings(
+            group=self._group,
+            transport=self._transport,
+            seeder=self._seeder,
+            hooks=self._hooks,
+            check_outgoing=self._checks.check,
+            timeout_s=self._timeout_s,
+        )
+        self._executor = Executor(self.rank, self._runners, around)
+        return self._executor
+
+    def _gather(self, payload: bytes, what: str) -> list[bytes]:
+        with self._together():
+            return self._group.gather(payload, what)
 
     def _agree_on_schedule(self, schedule: Schedule) -> tuple[Schedule, SkipTable]:
         """The schedule with the model's skip connections, once all ranks were given the same."""
@@ -167,7 +201,7 @@ class Engine:
             settings = [self._loss_index, self._seed, self._data_rank, self._deliver_loss]
             return None, {"schedule": digest, "settings": settings, "skips": skips}
 
-        notes = agree(self._group, check, "the engine")[1]
+        notes = agree(self._gather, check, "the making of an engine")[1]
         require_equal(notes, "schedule", "the schedule")
         require_equal(notes, "settings", "loss_index, seed, data_rank and deliver_loss")
         declared = {int(stage): one for note in notes for stage, one in note["skips"].items()}
@@ -217,7 +251,8 @@ class Engine:
     @property
     def metadata_count(self) -> int:
         """How many message layouts this rank has sent; it stands still while shapes do."""
-        return self._transport.metadata_count()
+        now = 0 if self._transport is None else self._transport.metadata_count()
+        return self._metadata_before + now
 
     def step(
         self,
@@ -255,8 +290,13 @@ class Engine:
             EndOfData: the iterator of a rank has ended; raised on every rank.
             Exception: whatever an iterator or function raises, on its rank; an `InputError` that
                 quotes it on the others.
-            StageError: a stage, the loss, a hook or a backward raised; the engine is closed.
-            ExecutionError: another rank failed; the engine is closed.
+            StageError: a stage, the loss, a hook or a backward raised. Like the next one it leaves
+                the engine ready for another step; what `.grad` holds then is a part of this one's.
+            RemoteError: that happened on another rank, which is named; or another rank has left or
+                died, and the engine is closed.
+            HangError: another rank did not come within `step_timeout_s`; says where every rank is;
+                the engine is closed.
+            TransportError: the connection to another rank broke; the engine is closed.
             EngineClosedError: the engine was closed before.
         """
         return self._run(
@@ -377,35 +417,43 @@ class Engine:
         self._bubble_hooks = placed
 
     def _run(self, call: StepCall) -> StepResult:
-        if self._closed is not None:
-            raise EngineClosedError(f"the engine is closed: {self._closed}", rank=self.rank)
-        (call, blob), notes = agree(self._group, partial(self._check, call), "the step")
-        ended = [rank for rank, note in enumerate(notes) if note["ended"]]
-        if ended:
-            raise EndOfData(f"the data of ranks {ended} has ended", ranks=ended)
-        settled = settle_call(notes, self._duties, self._microbatch_rows, data_rank=self._data_rank)
-        require_equal(notes, "record", "recording")
-        program = self._program if call.train else self._eval_program(settled.num_microbatches)
-        in_bubble = self._bubble_hooks if call.train else None
-        recorder = Recorder() if self.record else None
+        self._require_open()
+        with self._leaving_if_interrupted():
+            name = f"step {self.step_number}" if call.train else "an evaluation"
+            (call, blob), notes = agree(
+                self._gather, partial(self._check, call), "the step", call=name
+            )
+            ended = [rank for rank, note in enumerate(notes) if note["ended"]]
+            if ended:
+                raise EndOfData(f"the data of ranks {ended} has ended", ranks=ended)
+            settled = settle_call(
+                notes, self._duties, self._microbatch_rows, data_rank=self._data_rank
+            )
+            require_equal(notes, "record", "recording")
+            require_equal(notes, "step", "the step's number")
         is_training = call.train
-        with self._closing_on_failure():
+        program = self._program if is_training else self._eval_program(settled.num_microbatches)
+        with self._together():
+            executor = self._executor or self._connect()
             if self._data_rank is not None and self.num_ranks > 1:
-                blob = self._group.broadcast(blob, self._data_rank)
+                blob = self._group.broadcast(blob, self._data_rank, "the batch of the data rank")
                 call = call if self.rank == self._data_rank else decode_batch(call, blob)
             given = cut_call(call, settled, self._duties, self.step_number)
             wanted_inputs = call.inputs if given.keep_input_gradients else None
             del call, blob  # the batch itself goes with its last microbatch
-            output = self._executor.run(program, given, recorder, in_bubble)
+            recorder = Recorder() if self.record else None
+            in_bubble = self._bubble_hooks if is_training else None
+            output = executor.run(program, given, recorder, in_bubble)
             result = self._result(output, given, recorder, wanted_inputs)
         if is_training and settled.sizes is not None:
             self._microbatch_rows = max(settled.sizes)
         self.step_number += is_training
+        self._group.progress.at(f"the code after {name}")
         return result
 
     def _check(self, call: StepCall) -> tuple[tuple[StepCall, bytes | None], Mapping[str, Any]]:
         """Check this rank's part; returns the call, its batch as bytes for other ranks, a note."""
-        note: dict[str, Any] = {"ended": False, "record": self.record}
+        note: dict[str, Any] = {"ended": False, "record": self.record, "step": self.step_number}
         if call.train and not torch.is_grad_enabled():
             raise InputError("step needs gradients; call it outside no_grad, or use eval_step")
         if self._data_rank is not None and self.rank != self._data_rank:
@@ -428,12 +476,7 @@ class Engine:
     def _result(
         self, output: StepOutput, given: StepInput, recorder: Recorder | None, inputs: Any
     ) -> StepResult:
-        reported = gather_losses(
-            self._group, output, loss_rank=self.loss_rank, deliver=self._deliver_loss
-        )
-        timeline = None
-        if recorder is not None:
-            timeline = timeline_from_records(self._group.gather(recorder.to_bytes()))
+        # what can fail on this rank alone comes first: the exchange ends the step on all ranks
         outputs = None
         if given.keep_outputs:
             outputs = merge_outputs([output.outputs[index] for index in sorted(output.outputs)])
@@ -444,6 +487,13 @@ class Engine:
                 for index, message in output.input_gradients.items()
             }
             input_gradients = merge_input_gradients(inputs, gradients, given.sizes)
+        reported = gather_losses(
+            self._group, output, loss_rank=self.loss_rank, deliver=self._deliver_loss
+        )
+        timeline = None
+        if recorder is not None:
+            records = self._group.gather(recorder.to_bytes(), "the records of the step")
+            timeline = timeline_from_records(records)
         return StepResult(
             loss=reported.loss,
             microbatch_losses=reported.each,
@@ -478,10 +528,18 @@ class Engine:
             InputError: an argument cannot be used, or the norm is not finite and
                 `error_if_nonfinite` is set.
         """
-        if self._closed is not None:
-            raise EngineClosedError(f"the engine is closed: {self._closed}", rank=self.rank)
-        check_clip_arguments(max_norm, norm_type)
-        gathered = self._group.gather(local_norms(self._parameters, norm_type))
+        self._require_open()
+
+        def check() -> tuple[None, Mapping[str, Any]]:
+            check_clip_arguments(max_norm, norm_type)
+            norms = local_norms(self._parameters, norm_type)
+            arguments = [float(max_norm), float(norm_type), error_if_nonfinite]
+            return None, {"arguments": arguments, "norms": norms.hex()}
+
+        with self._leaving_if_interrupted():
+            notes = agree(self._gather, check, "clip_grad_norm_")[1]
+            require_equal(notes, "arguments", "the arguments of clip_grad_norm_")
+        gathered = [bytes.fromhex(note["norms"]) for note in notes]
         total = total_norm(gathered, norm_type, self.device)
         if error_if_nonfinite and not torch.isfinite(total):
             raise InputError(f"the gradient norm of order {norm_type} is {total.item()}")
@@ -490,24 +548,61 @@ class Engine:
         return total
 
     def close(self) -> None:
-        """Give up what the engine made: its threads and its own process group."""
-        self._close("it was closed by the user")
+        """Give up what the engine made: its threads and its connections.
+
+        Ranks that still wait for this one are told; if an exception is being handled, that too.
+        """
+        error = sys.exc_info()[1]
+        while_what = "" if error is None else f", after {type(error).__name__}: {error}"
+        self._close(f"close() was called{while_what}")
 
     def _close(self, reason: str) -> None:
         if self._closed is None:
             self._closed = reason
-            self._transport.close()
-            self._group.close()
+            if self._transport is not None:
+                self._transport.close()
+            self._group.close(reason)
+
+    def _require_open(self) -> None:
+        if self._closed is not None:
+            raise EngineClosedError(f"the engine is closed: {self._closed}", rank=self.rank)
 
     @contextmanager
-    def _closing_on_failure(self) -> Iterator[None]:
+    def _together(self) -> Iterator[None]:
+        """Around what other ranks wait for: what goes wrong here ends the step on all of them."""
         try:
             yield
+        except TransportError as error:
+            told = self._group.explain(error)
+            self._end_step(told)
+            if told is error:
+                raise
+            raise told from error
         except BaseException as error:
-            self._executor.forget()
-            self._group.abort(error)
-            self._close(f"an earlier step failed: {error}")
+            self._end_step(error)
             raise
+
+    @contextmanager
+    def _leaving_if_interrupted(self) -> Iterator[None]:
+        """Around what all ranks raise alike, but for Ctrl-C and the like."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            self._end_step(error)
+            raise
+
+    def _end_step(self, error: BaseException) -> None:
+        """After an error: have the other ranks end their step, and get ready for the next one."""
+        if self._closed is not None:
+            return
+        if self._executor is not None:
+            self._executor.forget()
+        self._metadata_before = self.metadata_count
+        self._executor = self._transport = None
+        if not self._group.fail(error):
+            self._close(f"an earlier step failed: {error}")
 
 
 def _prove(schedule: Schedule, communicators: Communicators | None) -> Schedule:

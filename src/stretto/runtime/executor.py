@@ -32,7 +32,7 @@ from stretto.runtime.record import Recorder
 from stretto.runtime.stage import LossTerm, StageRunner, Work, check_loss
 from stretto.runtime.tree import flatten, unflatten
 from stretto.runtime.wire.message import Message
-from stretto.runtime.wire.transport import Pending, Transport
+from stretto.runtime.wire.transport import Group, Pending, Transport
 
 RUNNABLE = frozenset(
     {
@@ -119,6 +119,7 @@ class Surroundings:
     """What stays the same over the steps of an engine.
 
     Args:
+        group: The ranks; it is told where this one is, and says when another has failed.
         transport: Carries messages between ranks.
         seeder: Seeds random numbers in front of layers; None leaves them alone.
         hooks: The user's functions around the work.
@@ -126,6 +127,7 @@ class Surroundings:
         timeout_s: How long one message may be waited for.
     """
 
+    group: Group
     transport: Transport
     seeder: LayerSeeder | None
     hooks: Hooks
@@ -195,18 +197,22 @@ class Executor:
         for runner in self._runners.values():
             runner.wants_input_gradients = given.keep_input_gradients
         computed = 0
+        group = self._around.group
         try:
             self._around.transport.begin(schedule)
             for action in schedule.actions(self.rank):
                 assert isinstance(action, Action)
+                group.check()
+                group.progress.at(action)
                 if in_bubble and action.kind in COMPUTE:
                     self._run_in_bubble(in_bubble.get(computed, ()), action)
                     computed += 1
                 self._handlers[action.kind](action)
             if in_bubble:
                 self._run_in_bubble(in_bubble.get(computed, ()), None)
+            group.progress.at("the end of the step")
             for pending in self._sending:
-                pending.wait(self._around.timeout_s)
+                self._wait(pending)
             assert not self._posted, f"messages that nobody took: {list(self._posted)}"
             return self._result
         except ExecutionError as error:
@@ -312,8 +318,16 @@ class Executor:
         pending = self._posted.pop(value, None)
         if pending is None:
             return self._values.pop(value)
-        message = pending.wait(self._around.timeout_s)
+        message = self._wait(pending)
         assert message is not None, "a receive ends with a message"
+        return message
+
+    def _wait(self, pending: Pending) -> Message | None:
+        """Wait for a transfer, so that others can see what for."""
+        progress = self._around.group.progress
+        progress.waits_for(pending)
+        message = pending.wait(self._around.timeout_s)
+        progress.waits_no_more()
         return message
 
     def _send(self, action: Action) -> None:

@@ -36,7 +36,7 @@ def gather_losses(
     rows = [[*term[:3], float(term.value)] for term in output.added]
     if deliver:
         blob = json.dumps([loss, each, rows]).encode()
-        told = [json.loads(one) for one in group.gather(blob)]
+        told = [json.loads(one) for one in group.gather(blob, "the losses of the step")]
         loss, each = told[loss_rank][:2]
         rows = [row for _, _, some in told for row in some]
     added: dict[str, float] = {}

@@ -232,5 +232,5 @@ def test_evaluations_without_targets_in_lists_or_refused() -> None:
         assert "do not agree on num_microbatches" in told[2]
         assert "step needs gradients" in told[3]
         assert "step needs gradients" in told[4]
-        assert "do not agree on whether this is a training step" in told[5]
+        assert "do not agree on what is called (rank 0: step 0, rank 1: an evaluation)" in told[5]
         assert told[6] == "0.552037"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -78,15 +79,15 @@ class Communicator:
                 pending.message = Message(layout, unpack(layout, frame, 0))
             self._add(pending.channel.target, _Transfer(pending, layout=layout, frame=frame))
 
-    def fail(self, error: BaseException) -> None:
-        """All that is not over fails, and nothing passes any more."""
+    def fail(self, error: Callable[[], BaseException]) -> None:
+        """All that is not over fails, each with an error of its own; nothing passes any more."""
         with self._lock:
             self._has_failed = True
             units = [*self._open.values(), *(u for queue in self._queues.values() for u in queue)]
             for transfer in (one for unit in units for one in unit):
                 if not transfer.pending.is_done:
                     transfer.pending.message = None
-                    transfer.pending.fail(error)
+                    transfer.pending.fail(error())
             self._open.clear()
             self._queues.clear()
 

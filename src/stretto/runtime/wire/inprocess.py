@@ -12,9 +12,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from stretto.errors import ExecutionError, InputError, RemoteError, TransportError
+from stretto.errors import ExecutionError, HangError, InputError, TransportError
 from stretto.ir import (
     Action,
     Channel,
@@ -27,7 +27,9 @@ from stretto.ir import (
     units,
 )
 from stretto.runtime.wire.communicator import Communicator, SendOnStream
+from stretto.runtime.wire.failure import Cause, cause_of, ends_the_engine
 from stretto.runtime.wire.message import Message, snapshot
+from stretto.runtime.wire.progress import Progress, hang_report
 from stretto.runtime.wire.transport import Pending
 
 RULES = ("buffered", "rendezvous", "blocking", "nccl")
@@ -61,14 +63,10 @@ class InProcessHub:
         sharing = read_communicators(communicators)
         self.communicators = sharing if rule == "nccl" else None
         """How channels share communicators; None if each is a stream of its own."""
-        self.failure: tuple[int, str] | None = None
-        """The rank that failed first, and what its error said; the error would hold its frames."""
-        self._lock = threading.Condition()
-        self._rounds: dict[int, dict[int, bytes]] = {}
-        self._left: Counter[int] = Counter()
-        self._entered = [0] * num_ranks
+        self._lock = threading.Lock()
+        self._rooms: list[Room] = []
         self._engines = [0] * num_ranks
-        self._streams: dict[tuple[int, Channel | str], _Stream | Communicator] = {}
+        self._gone: dict[int, Cause] = {}
 
     def group(self, rank: int) -> InProcessGroup:
         """This rank's view of the pipeline."""
@@ -76,98 +74,218 @@ class InProcessHub:
             raise InputError(f"rank {rank} is not in 0..{self.num_ranks - 1}")
         return InProcessGroup(self, rank)
 
-    def fail(self, rank: int, error: BaseException) -> None:
-        """Wake every rank that waits: this rank has failed."""
+    def join(self, rank: int) -> InProcessMember:
+        """A rank's place in its next engine: the n-th engines of all ranks belong together."""
         with self._lock:
-            if self.failure is None:
-                self.failure = (rank, str(error))
-            self._lock.notify_all()
-            streams = list(self._streams.values())
-        for stream in streams:
-            stream.fail(self.remote_error())
-
-    def remote_error(self) -> ExecutionError:
-        """The error other ranks raise for the failure."""
-        assert self.failure is not None
-        rank, text = self.failure
-        return RemoteError(f"rank {rank} failed: {text}", rank=rank)
-
-    def gather(self, rank: int, payload: bytes) -> list[bytes]:
-        """Exchange payloads; the n-th call of every rank belongs together."""
-        with self._lock:
-            index = self._entered[rank]
-            self._entered[rank] += 1
-            here = self._rounds.setdefault(index, {})
-            here[rank] = payload
-            self._lock.notify_all()
-            arrived = self._lock.wait_for(
-                lambda: len(here) == self.num_ranks or self.failure is not None, self.timeout_s
-            )
-            if len(here) == self.num_ranks:
-                self._left[index] += 1
-                if self._left[index] == self.num_ranks:
-                    del self._rounds[index], self._left[index]
-                return [here[other] for other in range(self.num_ranks)]
-            if self.failure is not None:
-                raise self.remote_error()
-            assert not arrived
-            late = sorted(set(range(self.num_ranks)) - set(here))
-            raise TransportError(f"ranks {late} did not join within {self.timeout_s:g} s")
-
-    def next_engine(self, rank: int) -> int:
-        """Number the engines of a rank, so that each has streams of its own."""
-        with self._lock:
+            number = self._engines[rank]
             self._engines[rank] += 1
-            return self._engines[rank]
+            if number == len(self._rooms):
+                self._rooms.append(Room(self))
+                for other, cause in self._gone.items():
+                    self._rooms[number].leave(other, cause)
+            return InProcessMember(self._rooms[number], rank)
 
-    def stream(self, number: int, channel: Channel) -> _Stream | Communicator:
-        """The stream of a channel, or its communicator, for the n-th engine of the ranks."""
+    def fail(self, rank: int, error: BaseException) -> None:
+        """This rank's thread has ended with an error: wake every rank that waits for it."""
+        cause = cause_of(rank, error, is_final=True)
         with self._lock:
-            if self.communicators is None:
-                return self._streams.setdefault((number, channel), _Stream())
-            name = communicator_of(channel, self.communicators)
-            return self._streams.setdefault((number, name), Communicator(name))
+            self._gone[rank] = cause
+            rooms = list(self._rooms)
+        for room in rooms:
+            room.leave(rank, cause)
 
 
 class InProcessGroup:
-    """One thread's place in a pipeline of threads."""
+    """One thread's place in a pipeline of threads; may be given to several engines."""
 
     def __init__(self, hub: InProcessHub, rank: int) -> None:
         self.hub = hub
         self.rank = rank
-        self.num_ranks = hub.num_ranks
-        self.communicators = hub.communicators
+
+    def join(self) -> InProcessMember:
+        """A place in the rank's next engine."""
+        return self.hub.join(self.rank)
+
+
+class Room:
+    """What the ranks of one engine share.
+
+    Each step that fails ends an epoch of the rank it fails on; failures, exchanges and streams
+    belong to one, so that nothing of a failed step reaches a later one.
+    """
+
+    def __init__(self, hub: InProcessHub) -> None:
+        self.hub = hub
+        self.progress = [Progress() for _ in range(hub.num_ranks)]
+        self.epochs = [0] * hub.num_ranks
+        self._lock = threading.Condition()
+        self._entered = [0] * hub.num_ranks
+        self._rounds: dict[tuple[int, int], dict[int, bytes]] = {}
+        self._served: Counter[tuple[int, int]] = Counter()
+        self._failures: dict[int, Cause] = {}
+        self._left: dict[int, Cause] = {}
+        self._streams: dict[tuple[int, Channel | str], _Stream | Communicator] = {}
+
+    def failure(self, rank: int) -> Cause | None:
+        """Why this rank cannot go on with its step, if so."""
+        gone = (one for one in self._left.values() if one.is_final)
+        return self._failures.get(self.epochs[rank]) or next(gone, None)
+
+    def gather(self, rank: int, payload: bytes, what: str) -> list[bytes]:
+        """Exchange payloads; the n-th call of every rank in an epoch belongs together."""
+        everyone = range(self.hub.num_ranks)
+        with self._lock:
+            key = (self.epochs[rank], self._entered[rank])
+            self._entered[rank] += 1
+            here = self._rounds.setdefault(key, {})
+            here[rank] = payload
+            self._lock.notify_all()
+            self._lock.wait_for(
+                lambda: len(here) == len(everyone) or self._why_missing(rank, here) is not None,
+                self.hub.timeout_s,
+            )
+            if len(here) == len(everyone):
+                self._served[key] += 1
+                if self._served[key] == len(everyone):
+                    del self._rounds[key], self._served[key]
+                return [here[other] for other in everyone]
+            cause = self._why_missing(rank, here)
+        if cause is not None:
+            raise cause.error()
+        late = sorted(set(everyone) - set(here))
+        raise HangError(
+            f"rank {rank} waited {self.hub.timeout_s:g} s for ranks {late}, which did not come to "
+            f"{what}"
+        )
+
+    def _why_missing(self, rank: int, here: dict[int, bytes]) -> Cause | None:
+        """Why those that are not here will not come, if so; one may leave after it was here."""
+        told = self._failures.get(self.epochs[rank])
+        left = (cause for other, cause in self._left.items() if other not in here)
+        return told or next(left, None)
+
+    def fail(self, rank: int, cause: Cause) -> None:
+        """A rank's step has failed: wake all that wait in the same epoch."""
+        epoch = self.epochs[rank]
+        with self._lock:
+            cause = self._failures.setdefault(epoch, cause)
+            self._lock.notify_all()
+            streams = [one for (when, _), one in self._streams.items() if when == epoch]
+        for stream in streams:
+            stream.fail(cause.error)
+
+    def next_epoch(self, rank: int) -> None:
+        """This rank begins anew; what no rank can reach any more is dropped."""
+        with self._lock:
+            self.epochs[rank] += 1
+            self._entered[rank] = 0
+            oldest = min(self.epochs)
+            self._streams = {key: one for key, one in self._streams.items() if key[0] >= oldest}
+            self._rounds = {key: one for key, one in self._rounds.items() if key[0] >= oldest}
+
+    def leave(self, rank: int, cause: Cause) -> None:
+        """Nothing will come from this rank any more; a final cause fails the others' step."""
+        with self._lock:
+            self._left.setdefault(rank, cause)
+            self._lock.notify_all()
+            streams = list(self._streams.items())
+            if len(self._left) == self.hub.num_ranks:
+                self._streams.clear()
+        for (_, name), stream in streams:
+            if cause.is_final:
+                stream.fail(cause.error)
+            elif isinstance(stream, _Stream) and isinstance(name, Channel) and rank in name[:2]:
+                stream.leave(cause.error)
+
+    def all_here(self) -> bool:
+        """Whether no rank has left."""
+        return not self._left
+
+    def stream(self, rank: int, channel: Channel) -> _Stream | Communicator:
+        """The stream of a channel, or its communicator, in the epoch of this rank."""
+        with self._lock:
+            epoch = self.epochs[rank]
+            if self.hub.communicators is None:
+                return self._streams.setdefault((epoch, channel), _Stream())
+            name = communicator_of(channel, self.hub.communicators)
+            return self._streams.setdefault((epoch, name), Communicator(name))
+
+    def hang_report(self) -> tuple[str, dict[int, str]]:
+        """Who holds up the others, and where each rank is."""
+        places = {rank: one.place() for rank, one in enumerate(self.progress)}
+        for rank, cause in self._left.items():
+            places[rank] = places[rank]._replace(text=f"gone: {cause.message}", holds_up=True)
+        return hang_report(places), {rank: place.text for rank, place in places.items()}
+
+
+class InProcessMember:
+    """One thread's place in one engine."""
+
+    def __init__(self, room: Room, rank: int) -> None:
+        self.rank = rank
+        self.num_ranks = room.hub.num_ranks
+        self.communicators = room.hub.communicators
+        self.progress = room.progress[rank]
+        self._room = room
 
     def connect(self, channels: Sequence[Channel]) -> InProcessTransport:
-        """Streams of their own for every engine, in the order the engines are made."""
-        number = self.hub.next_engine(self.rank)
-        streams = {channel: self.hub.stream(number, channel) for channel in channels}
-        return InProcessTransport(streams, self.hub, self.rank)
+        """Streams of their own for every engine and epoch."""
+        streams = {channel: self._room.stream(self.rank, channel) for channel in channels}
+        return InProcessTransport(streams, self._room, self.rank)
 
-    def gather(self, payload: bytes) -> list[bytes]:
+    def gather(self, payload: bytes, what: str) -> list[bytes]:
         """Exchange a few bytes with the other threads."""
-        return self.hub.gather(self.rank, payload)
+        self.progress.at(what)
+        self.progress.waits_for("the other ranks")
+        answers = self._room.gather(self.rank, payload, what)
+        self.progress.waits_no_more()
+        return answers
 
-    def broadcast(self, payload: bytes | None, source: int) -> bytes:
+    def broadcast(self, payload: bytes | None, source: int, what: str) -> bytes:
         """What the source thread gives."""
-        return self.hub.gather(self.rank, payload or b"")[source]
+        return self.gather(payload or b"", what)[source]
 
-    def abort(self, error: BaseException) -> None:
-        """Wake the other threads with this reason."""
-        self.hub.fail(self.rank, error)
+    def check(self) -> None:
+        """Raise if another rank has failed."""
+        cause = self._room.failure(self.rank)
+        if cause is not None:
+            raise cause.error()
 
-    def close(self) -> None:
-        """The hub belongs to the user."""
+    def explain(self, error: TransportError) -> ExecutionError:
+        """The failure of another rank, or where all ranks hang."""
+        cause = self._room.failure(self.rank)
+        if cause is not None:
+            return cause.error()
+        if not isinstance(error, HangError):
+            return error
+        text, places = self._room.hang_report()
+        return HangError(f"{error}; {text}", report=places, rank=self.rank, action=error.action)
+
+    def fail(self, error: BaseException) -> bool:
+        """End the step on all ranks for an error of this one; whether there can be another step."""
+        known = self._room.failure(self.rank)
+        is_final = ends_the_engine(error) or not self._room.all_here()
+        is_final = is_final or (known is not None and known.is_final)
+        self._room.fail(self.rank, cause_of(self.rank, error, is_final=is_final))
+        if not is_final:
+            self._room.next_epoch(self.rank)
+        return not is_final
+
+    def close(self, reason: str) -> None:
+        """Others that wait for this rank are told; the hub belongs to the user."""
+        message = f"rank {self.rank} has closed its engine: {reason}"
+        self._room.leave(self.rank, Cause(rank=self.rank, message=message, has_left=True))
 
 
 class InProcessTransport:
     """Messages between threads."""
 
     def __init__(
-        self, streams: dict[Channel, _Stream | Communicator], hub: InProcessHub, rank: int
+        self, streams: dict[Channel, _Stream | Communicator], room: Room, rank: int
     ) -> None:
         self._streams = streams
-        self._hub = hub
+        self._room = room
+        self._hub = room.hub
         self._rank = rank
         self._last_layout: dict[tuple[str, int, int], object] = {}
         self._metadata_count = 0
@@ -192,8 +310,7 @@ class InProcessTransport:
         is_on_stream = self._hub.communicators is not None
         pending = SendOnStream(action, channel) if is_on_stream else Pending(action, channel)
         self._streams[channel].add_send(pending, copied, eager=self._hub.rule == "buffered")
-        if self._hub.failure is not None:
-            pending.fail(self._hub.remote_error())
+        self._fail_late(pending)
         if self._hub.rule == "blocking":
             pending.wait(self._hub.timeout_s)
         return pending
@@ -202,19 +319,21 @@ class InProcessTransport:
         """Post a receive."""
         pending = Pending(action, channel)
         self._streams[channel].add_receive(pending)
-        if self._hub.failure is not None and not pending.is_done:
-            pending.fail(self._hub.remote_error())
+        self._fail_late(pending)
         return pending
+
+    def _fail_late(self, pending: Pending) -> None:
+        """A transfer that came after the failure that it should have failed with."""
+        cause = self._room.failure(self._rank)
+        if cause is not None and not pending.is_done:
+            pending.fail(cause.error())
 
     def metadata_count(self) -> int:
         """How many layouts would have travelled on a real wire."""
         return self._metadata_count
 
     def close(self) -> None:
-        """Transfers under way fail; those of communicators are other ranks', too, and go on."""
-        for stream in self._streams.values():
-            if isinstance(stream, _Stream):
-                stream.fail(TransportError("the engine was closed"))
+        """Nothing: what was sent still arrives, and the room tells who has left."""
 
 
 class _Stream:
@@ -224,6 +343,7 @@ class _Stream:
         self._lock = threading.Lock()
         self._sends: deque[tuple[Pending, Message]] = deque()
         self._receives: deque[Pending] = deque()
+        self._left: Callable[[], BaseException] | None = None
 
     def add_send(self, pending: Pending, message: Message, *, eager: bool) -> None:
         with self._lock:
@@ -237,15 +357,22 @@ class _Stream:
             self._receives.append(pending)
             self._match()
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: Callable[[], BaseException]) -> None:
+        """All that is not over fails, each with an error of its own."""
         with self._lock:
             for pending, _ in self._sends:
                 if not pending.is_done:
-                    pending.fail(error)
+                    pending.fail(error())
             for pending in self._receives:
-                pending.fail(error)
+                pending.fail(error())
             self._sends.clear()
             self._receives.clear()
+
+    def leave(self, error: Callable[[], BaseException]) -> None:
+        """One end has left: what it sent is still there, what waits for it fails."""
+        with self._lock:
+            self._left = error
+            self._match()
 
     def _match(self) -> None:
         while self._sends and self._receives:
@@ -257,3 +384,8 @@ class _Stream:
             receiving.finish(now_ns)
             if not sending.is_done:
                 sending.finish(now_ns)
+        if self._left is not None:
+            waiting = [*self._receives, *(one for one, _ in self._sends if not one.is_done)]
+            for pending in waiting:
+                pending.fail(self._left())
+            self._receives.clear()

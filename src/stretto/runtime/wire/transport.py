@@ -11,9 +11,10 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-from stretto.errors import ExecutionError, TransportError
-from stretto.ir import Action, Channel, Communicators, Schedule
+from stretto.errors import ExecutionError, HangError, TransportError
+from stretto.ir import SENDS, Action, Channel, Communicators, Schedule
 from stretto.runtime.wire.message import Message
+from stretto.runtime.wire.progress import Progress
 
 
 class Pending:
@@ -31,6 +32,12 @@ class Pending:
         self.error: BaseException | None = None
         self.done_ns = 0
         self._done = threading.Event()
+
+    def __str__(self) -> str:
+        """The transfer, and the rank at its other end."""
+        source, target, _ = self.channel
+        is_send = self.action.kind in SENDS
+        return f"{self.action} {f'to rank {target}' if is_send else f'from rank {source}'}"
 
     def finish(self, now_ns: int) -> None:
         """The transfer is over; a RECV has been given its `message` before."""
@@ -51,13 +58,17 @@ class Pending:
         """Wait until the transfer is over; an error is raised once, and then forgotten.
 
         Raises:
-            TransportError: it failed, or took longer than `timeout_s`.
+            HangError: it took longer than `timeout_s`.
+            TransportError: it failed.
             ExecutionError: another rank failed and this transfer was called off.
         """
         if not self._done.wait(timeout_s):
-            raise TransportError(
-                f"{self.action} on channel {self.channel} waited {timeout_s:g} s without an "
-                f"answer from the other rank",
+            source, target, _ = self.channel
+            mine, other = (source, target) if self.action.kind in SENDS else (target, source)
+            raise HangError(
+                f"rank {mine}: {self.action} on channel {self.channel} waited {timeout_s:g} s for "
+                f"rank {other}",
+                rank=mine,
                 action=str(self.action),
             )
         # an error that stayed here would hold this frame by its traceback, and the frame all it has
@@ -96,12 +107,16 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything up; transfers under way fail."""
+        """Nothing more will be sent or received; what was sent still arrives."""
         ...
 
 
 class Group(Protocol):
-    """The ranks of one pipeline, seen from one of them."""
+    """The ranks of one engine, seen from one of them.
+
+    All ranks make the same calls in the same order. A step that fails on one rank fails on all;
+    those that wait are woken, the others learn of it from `check` or at their next call.
+    """
 
     @property
     def rank(self) -> int:
@@ -118,22 +133,39 @@ class Group(Protocol):
         """Which channels share a communicator, under NCCL's rules; None if each is a stream."""
         ...
 
-    def connect(self, channels: Sequence[Channel]) -> Transport:
-        """Make a transport for these channels; called once, on every rank."""
+    @property
+    def progress(self) -> Progress:
+        """Where this rank is; shown on all ranks when one waits too long."""
         ...
 
-    def gather(self, payload: bytes) -> list[bytes]:
+    def connect(self, channels: Sequence[Channel]) -> Transport:
+        """Make a transport for these channels: at first, and again after each step that failed."""
+        ...
+
+    def gather(self, payload: bytes, what: str) -> list[bytes]:
         """Exchange a few bytes: every rank gets every rank's, in rank order."""
         ...
 
-    def broadcast(self, payload: bytes | None, source: int) -> bytes:
+    def broadcast(self, payload: bytes | None, source: int, what: str) -> bytes:
         """Every rank gets what the source rank gives; the others give None."""
         ...
 
-    def abort(self, error: BaseException) -> None:
-        """Make ranks that wait for this one fail soon, with this reason where it can travel."""
+    def check(self) -> None:
+        """Raise if another rank has failed.
+
+        Raises:
+            RemoteError: it has; says which and why.
+        """
         ...
 
-    def close(self) -> None:
+    def explain(self, error: TransportError) -> ExecutionError:
+        """The error to raise instead: with the rank that broke off, or where all ranks hang."""
+        ...
+
+    def fail(self, error: BaseException) -> bool:
+        """End the step on all ranks for an error of this one; whether there can be another step."""
+        ...
+
+    def close(self, reason: str) -> None:
         """Give up what the group made for itself; the user's own group is left alone."""
         ...
