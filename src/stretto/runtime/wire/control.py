@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from stretto.errors import HangError, RemoteError, TransportError
 from stretto.runtime.wire.failure import Cause
@@ -160,12 +160,18 @@ class Control:
         seconds = time.monotonic() - peer.heard_s
         return Place(f"does not answer, last heard {seconds:.1f} s ago: stopped, or cut off", True)
 
-    def close(self, reason: str) -> None:
-        """End the connections; others are told that this was meant, and why."""
+    def close(self, reason: str, cause: Cause | None = None) -> None:
+        """End the connections; others are told that this was meant, and why.
+
+        Args:
+            reason: Why, in words.
+            cause: The failure that led to it, if one did: the others name that, not its witness.
+        """
         if self._closing:
             return
         self._closing = True
-        self._tell_all(_FAREWELL, reason.encode())
+        farewell = {"reason": reason, "cause": None if cause is None else asdict(cause)}
+        self._tell_all(_FAREWELL, json.dumps(farewell).encode())
         os.write(self._wake_write, b"x")
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -229,14 +235,14 @@ class Control:
             selector.unregister(peer.connection)
             reason = str(error) or type(error).__name__
             told = f"rank {peer.rank} has died, or its host is out of reach ({reason})"
-            self._leave(peer, told, died=True)
+            self._leave(peer, Cause(rank=peer.rank, message=told), died=True)
 
-    def _leave(self, peer: _Peer, why: str, *, died: bool) -> None:
+    def _leave(self, peer: _Peer, cause: Cause, *, died: bool) -> None:
         """A rank is gone; one that said farewell fails only those that wait for it."""
         with self._changed:
             if peer.left is not None or self._closing:
                 return
-            peer.left = Cause(rank=peer.rank, message=why, is_final=True, has_left=True)
+            peer.left = replace(cause, is_final=True, has_left=True)
             peer.has_died = died
             self._changed.notify_all()
         if died:
@@ -259,8 +265,12 @@ class Control:
                     self._answers[number][peer.rank] = Place(*json.loads(payload))
                     self._changed.notify_all()
         else:
-            told = f"rank {peer.rank} has closed its engine: {payload.decode()}"
-            self._leave(peer, told, died=False)
+            farewell = json.loads(payload)
+            told = f"rank {peer.rank} has closed its engine: {farewell['reason']}"
+            cause = Cause(rank=peer.rank, message=told)
+            if farewell["cause"] is not None:
+                cause = Cause(**farewell["cause"])
+            self._leave(peer, cause, died=False)
 
     def _answer(self, peer: _Peer, number: int) -> None:
         with suppress(TransportError, RemoteError):

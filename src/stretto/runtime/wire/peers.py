@@ -64,6 +64,8 @@ class PeerGroup:
         self._timeout_s = timeout_s
         self._transport: SocketTransport | GlooTransport | None = None
         self._is_closed = False
+        self._cause: Cause | None = None
+        """The failure that ends the engine, once there is one."""
         self._store = _store_for_one_engine(ranks, self.rank)
         wish = {"transport": transport, "on_cpu": on_cpu}
         self._meeting = Meeting(self._store, self.rank, self.num_ranks, wish, timeout_s=timeout_s)
@@ -199,6 +201,8 @@ class PeerGroup:
         told = cause_of(self.rank, error, is_final=is_final)
         if known is None:
             self._control.tell_failure(told)
+        if is_final:
+            self._cause = known or told
         self._abort(told.error())
         if not is_final:
             self._control.next_epoch()
@@ -220,7 +224,7 @@ class PeerGroup:
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
-        self._control.close(reason)
+        self._control.close(reason, self._cause)
         self._meeting.close()
 
 
