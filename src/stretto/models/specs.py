@@ -73,6 +73,9 @@ Layer = nn.Module | LayerSpec | SharedSpec | Callable[..., Any]
 Model = nn.Sequential | nn.ModuleList | Sequence[Layer]
 
 
+_PLAIN_FORWARD = nn.Sequential.forward
+
+
 def named_layers(model: Model) -> list[tuple[str, Layer]]:
     """The layers of a model in order, each with its name: its index, or its name in the model.
 
@@ -80,6 +83,12 @@ def named_layers(model: Model) -> list[tuple[str, Layer]]:
         InputError: the model is not a list of layers, or something in it is not a layer.
     """
     if isinstance(model, nn.Sequential | nn.ModuleList):
+        if getattr(type(model), "forward", None) not in (_PLAIN_FORWARD, nn.Module.forward, None):
+            raise InputError(
+                f"{type(model).__name__} has a forward of its own, which a split into its layers "
+                "would not run; give list(model) if calling one layer after the other is all it "
+                "does, or the whole module with its layer ranges"
+            )
         return [(name, layer) for name, layer in model._modules.items() if layer is not None]
     if isinstance(model, nn.Module) or not isinstance(model, Sequence):
         raise InputError(

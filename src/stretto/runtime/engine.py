@@ -138,6 +138,7 @@ class Engine:
         self._data_rank = data_rank
         self._deliver_loss = deliver_loss
         self._closed: str | None = None
+        self._is_running = False
         self._eval_programs: dict[int, Schedule] = {}
         self._microbatch_rows: int | None = None
         self._bubble_hooks: Mapping[int, Sequence[Callable[[], None]]] | None = None
@@ -145,7 +146,6 @@ class Engine:
         self._executor: Executor | None = None
         self._transport: Transport | None = None
         self._metadata_before = 0
-        self._parameters = unique_parameters(self.stages)
         self._seeder = None if seed is None else LayerSeeder(seed, self.device)
         self._checks = OutgoingChecks(finite=check_finite, fixed_layouts=fixed_layouts)
         self._timeout_s = step_timeout_s
@@ -418,6 +418,18 @@ class Engine:
 
     def _run(self, call: StepCall) -> StepResult:
         self._require_open()
+        if self._is_running:
+            raise InputError(
+                "a step was called within a step of the same engine, as by a hook, a loss function "
+                "or a stage; call it after the one that runs has returned"
+            )
+        self._is_running = True
+        try:
+            return self._run_alone(call)
+        finally:
+            self._is_running = False
+
+    def _run_alone(self, call: StepCall) -> StepResult:
         with self._leaving_if_interrupted():
             name = f"step {self.step_number}" if call.train else "an evaluation"
             (call, blob), notes = agree(
@@ -532,7 +544,7 @@ class Engine:
 
         def check() -> tuple[None, Mapping[str, Any]]:
             check_clip_arguments(max_norm, norm_type)
-            norms = local_norms(self._parameters, norm_type)
+            norms = local_norms(unique_parameters(self.stages), norm_type)
             arguments = [float(max_norm), float(norm_type), error_if_nonfinite]
             return None, {"arguments": arguments, "norms": norms.hex()}
 
@@ -543,7 +555,7 @@ class Engine:
         total = total_norm(gathered, norm_type, self.device)
         if error_if_nonfinite and not torch.isfinite(total):
             raise InputError(f"the gradient norm of order {norm_type} is {total.item()}")
-        parameters = [parameter for _, parameter in self._parameters]
+        parameters = [parameter for _, parameter in unique_parameters(self.stages)]
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
 
@@ -634,14 +646,19 @@ def _as_sequence(
 
 @contextmanager
 def _evaluation_mode(stages: Mapping[int, torch.nn.Module]) -> Iterator[None]:
-    modes = [(module, module.training) for stage in stages.values() for module in stage.modules()]
-    for stage in stages.values():
-        stage.eval()
+    before = [(module, module.training) for stage in stages.values() for module in stage.modules()]
+    _set_modes([(module, False) for module, _ in before])
     try:
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        _set_modes(before)
+
+
+def _set_modes(wanted: Sequence[tuple[torch.nn.Module, bool]]) -> None:
+    """Put modules, outer ones first, into modes; those that do more in `train` than torch do it."""
+    for module, training in wanted:
+        if module.training != training:
+            module.train(training)
 
 
 def _default_device(stages: Mapping[int, torch.nn.Module]) -> torch.device:

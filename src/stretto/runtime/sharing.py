@@ -8,7 +8,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -17,13 +17,15 @@ _Place = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Bytes of an element, shape, strides."""
 
 
-def find_shared(tensors: Sequence[torch.Tensor]) -> list[bool]:
+def find_shared(tensors: Sequence[torch.Tensor], kept: frozenset[int] = frozenset()) -> list[bool]:
     """Whether each tensor has elements in common with a parameter, or with another one of them.
 
     Args:
         tensors: Dense tensors, attached to their graphs; the same one may be there twice.
+        kept: Storages that others hold as well; a tensor without a gradient that lies in one is
+            shared. (One with a gradient is autograd's to watch.)
     """
-    shared = [_is_of_parameter(tensor) for tensor in tensors]
+    shared = [_is_of_parameter(tensor) or _lies_in(tensor, kept) for tensor in tensors]
     by_storage: dict[int, list[int]] = {}
     if len(tensors) > 1:
         for index, tensor in enumerate(tensors):
@@ -35,6 +37,21 @@ def find_shared(tensors: Sequence[torch.Tensor]) -> list[bool]:
                 if _overlap(tensors[index], tensors[other]):
                     shared[index] = shared[other] = True
     return shared
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Where the memory of tensors without a gradient begins."""
+    return frozenset(
+        tensor.untyped_storage().data_ptr()
+        for tensor in tensors
+        if tensor.layout is torch.strided and tensor.numel() and not tensor.requires_grad
+    )
+
+
+def _lies_in(tensor: torch.Tensor, kept: frozenset[int]) -> bool:
+    if not kept or tensor.requires_grad or tensor.layout is not torch.strided:
+        return False
+    return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in kept
 
 
 def _is_of_parameter(tensor: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from stretto.errors import InputError
 from stretto.ir.calling import WithSkips, parameters_of
 from stretto.runtime.inner_loss import collect_losses
-from stretto.runtime.sharing import find_shared
+from stretto.runtime.sharing import find_shared, storages_of
 from stretto.runtime.skips import SkipTable
 from stretto.runtime.tree import flatten, unflatten
 from stretto.runtime.wire.message import Message, make_message
@@ -49,10 +49,11 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor, slot: _Slot) -> torch.Tensor:
         ctx.slot = slot
+        ctx.set_materialize_grads(False)  # no gradient is none for the stage before, either
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch declares it for any number of arguments
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch declares it for any number of arguments
         ctx.slot.gradient = gradients[0]
         return None, None, None
 
@@ -76,6 +77,7 @@ class _Shared:
     tensor: torch.Tensor
     version: int
     where: str
+    with_what: str
 
     def check_unchanged(self) -> None:
         """Refuse a change in place.
@@ -85,8 +87,8 @@ class _Shared:
         """
         if self.tensor._version != self.version:
             raise InputError(
-                f"{self.where} of what it was given was changed in place; it shares memory with a "
-                "parameter, or with another value that its maker returned: clone it first"
+                f"{self.where} was changed in place; it shares memory with {self.with_what}: "
+                "clone it first"
             )
 
 
@@ -160,6 +162,8 @@ class StageRunner:
         self._skips = skips
         self._accepts = parameters_of(module)
         self._graphs: dict[int, _Graph] = {}
+        self._kept: frozenset[int] = frozenset()
+        """Storages of what the present forward was given and others hold as well."""
         self._anchor = torch.empty(0, requires_grad=True)
         self.wants_input_gradients = False
         """Whether gradients of the batch's own tensors are asked for, in this step."""
@@ -191,6 +195,10 @@ class StageRunner:
         value = self._enter(given, graph, work.train, shared)
         extras = {**work.extras, **self._enter_skips(skipped, graph, work.train, shared)}
         args, keywords = self._accepts.arguments(value, extras)
+        shared += self._of_all_stages(work.extras)
+        self._kept = storages_of([one.tensor for one in shared])
+        if self.index == 0:
+            self._kept |= storages_of(flatten(value, keep_objects=True)[0])
         with torch.set_grad_enabled(work.train), collect_losses() as added:
             output = self.module(*args, **keywords)
             for one in shared:
@@ -204,6 +212,20 @@ class StageRunner:
         if work.train:
             self._graphs[work.microbatch] = graph
         return output, terms
+
+    def _of_all_stages(self, extras: Mapping[str, Any]) -> list[_Shared]:
+        """The tensors of extras: other stages have copies, which a change would not reach."""
+        return [
+            _Shared(
+                tensor,
+                tensor._version,
+                f"stage {self.index}: {name}",
+                "what other stages are given",
+            )
+            for name, value in extras.items()
+            for tensor in flatten(value, where=name, keep_objects=True)[0]
+            if not tensor.is_inference()
+        ]
 
     def _skip_targets(self) -> list[int]:
         """The stages that use skip values of this one, ascending."""
@@ -252,7 +274,12 @@ class StageRunner:
             message.tensors, [layout.requires_grad for layout in layouts], train
         )
         shared += [
-            _Shared(tensor, tensor._version, f"stage {self.index}, tensor {index}")
+            _Shared(
+                tensor,
+                tensor._version,
+                f"stage {self.index}: tensor {index} of what it was given",
+                "a parameter, a buffer, the batch or another value that its maker returned",
+            )
             for index, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True))
             if layout.is_shared and not tensor.is_inference()
         ]
@@ -315,11 +342,11 @@ class StageRunner:
         for target in targets:
             for name in self._skips.sent(self.index, target):
                 tensors = [*tensors, *flatten(made.get(name), where=f"skip value {name!r}")[0]]
-        return frozenset(
-            id(tensor)
-            for tensor, is_shared in zip(tensors, find_shared(tensors), strict=True)
-            if is_shared
-        )
+        kept = self._kept
+        if not all(tensor.requires_grad for tensor in tensors):
+            kept = kept | storages_of(self.module.buffers())
+        flags = find_shared(tensors, kept)
+        return frozenset(id(one) for one, flag in zip(tensors, flags, strict=True) if flag)
 
     def loss(
         self,

@@ -214,8 +214,34 @@ def weight_changed(part: Part, h: torch.Tensor, weight: torch.Tensor) -> Any:
     return part.linear(h) + weight.sum(), weight
 
 
-SHARED = "was changed in place; it shares memory with a parameter, or with another value"
+SHARED = "was changed in place; it shares memory with "
+
+
+def buffer_passed(part: Part, x: torch.Tensor) -> Any:
+    """A buffer of this stage beside an activation."""
+    if not hasattr(part, "table"):
+        part.register_buffer("table", torch.ones(3))
+    return part.linear(x), part.get_buffer("table")
+
+
+def passed_on(part: Part, h: torch.Tensor, other: torch.Tensor) -> Any:
+    """What came beside the activation goes on."""
+    return part.linear(h), other
+
+
+def other_changed(part: Part, h: torch.Tensor, other: torch.Tensor) -> Any:
+    """What came beside the activation is changed in place."""
+    other.mul_(2)
+    return part.linear(h) + other.sum(), other
+
+
 REFUSED = {
+    "a buffer": Case(buffer_passed, other_changed, lambda p, h, b: other_changed(p, h, b)[0]),
+    "the batch itself": Case(
+        lambda part, x: (part.linear(x), x),
+        other_changed,
+        lambda p, h, b: other_changed(p, h, b)[0],
+    ),
     "a view beside it": beside(lambda h: h.view(-1)),
     "a part beside it": beside(lambda h: h[:, 1:2]),
     "windows beside it": beside(lambda h: h.unfold(1, 2, 1)),

@@ -201,8 +201,9 @@ def pack(message: Message, frame: torch.Tensor, offset: int) -> None:
 def unpack(layout: Layout, frame: torch.Tensor, offset: int) -> tuple[torch.Tensor, ...]:
     """The tensors of a frame, without a copy where they are dense in memory.
 
-    Each is a tensor of its own over the frame's bytes (not a view of another tensor), so that
-    changing one in place never marks another as changed.
+    Each is a tensor of its own over a part of the frame's bytes (not a view of another tensor), so
+    that changing one in place never marks another as changed; and its storage begins and ends where
+    it does, for `as_strided`, and for saving it.
     """
     tensors: list[torch.Tensor] = []
     for one in layout.tensors:
@@ -257,21 +258,20 @@ def _slot(frame: torch.Tensor, offset: int, layout: TensorLayout) -> torch.Tenso
     """A tensor over the frame's bytes: in the layout's own strides if these are dense."""
     shape = _packed_shape(layout)
     strides = layout.strides if _is_dense(layout) else _contiguous_strides(shape)
-    start = (offset + layout.shift) // layout.dtype.itemsize
-    empty = torch.empty(0, dtype=layout.dtype)
-    return empty.set_(frame.untyped_storage(), start, shape, strides)
+    start = offset + layout.shift
+    storage = frame.untyped_storage()[start : start + _packed_bytes(layout)]
+    return torch.empty(0, dtype=layout.dtype).set_(storage, 0, shape, strides)
 
 
 def _windows(span: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
-    start = span.storage_offset()
-    return span.set_(span.untyped_storage(), start, layout.shape, layout.strides)
+    return span.set_(span.untyped_storage(), 0, layout.shape, layout.strides)
 
 
 def _spread(packed: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
     shift = layout.shift // layout.dtype.itemsize
     memory = torch.empty(shift + _reach(layout), dtype=layout.dtype)
-    fresh = torch.empty(0, dtype=layout.dtype)
-    fresh.set_(memory.untyped_storage(), shift, layout.shape, layout.strides)
+    storage = memory.untyped_storage()[shift * layout.dtype.itemsize :]
+    fresh = torch.empty(0, dtype=layout.dtype).set_(storage, 0, layout.shape, layout.strides)
     _packed(fresh, layout).copy_(packed)
     return fresh
 
