@@ -29,7 +29,7 @@ from stretto.testing import run_ranks
 
 WIDTH = 5
 MICROBATCHES = 4
-WORLDS = [(1, "threads"), (2, "gloo"), (3, "gloo")]
+WORLDS = [(1, "threads"), (2, "gloo"), (3, "sockets")]
 """Ranks and transport; alone, a rank has three stages and all edges inside."""
 
 Work = Callable[..., Any]

@@ -62,5 +62,5 @@ def test_a_change_that_would_reach_a_view_is_refused(num_ranks: int, start: int)
     if start == 2:
         assert answers == ["nothing"] * num_ranks
     else:
-        assert "1F0 (stage 1, microbatch 0) raised InputError: stage 1, tensor 0" in answers[-1]
+        assert "1F0 (stage 1, microbatch 0) raised InputError: stage 1: tensor 0" in answers[-1]
         assert "shares memory with" in answers[-1]

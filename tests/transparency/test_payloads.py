@@ -204,7 +204,7 @@ def compare(rank: int, group: Any, case: str) -> list[str]:
 @pytest.mark.parametrize("case", CASES)
 def test_payloads_arrive_as_they_are_and_gradients_equal_the_plain_run(case: str) -> None:
     """In every schedule, in real processes, in every bit; also where all stages share a rank."""
-    assert run_ranks(compare, 2, case, transport="gloo") == [[], []]
+    assert run_ranks(compare, 2, case, transport="sockets") == [[], []]
 
 
 class Keeps(nn.Module):
@@ -274,7 +274,7 @@ def lengths(rank: int, group: Any) -> list[list[Any]]:
 
 def test_lengths_may_change_between_steps_and_within_one() -> None:
     """Losses are the plain ones at each length; a step of an unchanged length tells no layout."""
-    for answers in run_ranks(lengths, 2, transport="gloo"):
+    for answers in run_ranks(lengths, 2, transport="sockets"):
         for row in answers:
             assert all(same for same, _ in row)
             counts = [count for _, count in row]
@@ -311,7 +311,7 @@ def mixed(rank: int, group: Any) -> tuple[list[torch.dtype], float]:
 
 def test_dtypes_are_those_of_the_sender_and_gradients_come_back_in_them() -> None:
     """Whatever a rank's default dtype is."""
-    answers = run_ranks(mixed, 3, transport="gloo")
+    answers = run_ranks(mixed, 3, transport="sockets")
     assert answers[0][0] == [torch.float32] * 2
     assert answers[1][0] == [torch.bfloat16] * 2
     assert len({loss for _, loss in answers}) == 1

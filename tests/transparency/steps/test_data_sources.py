@@ -96,7 +96,7 @@ def draw_from_one(rank: int, group: Any) -> list[str]:
 
 def test_one_rank_feeds_all_with_data_that_belongs_together() -> None:
     """The identity has loss 0 on random data whichever rank draws it; others are not asked."""
-    assert flat(run_ranks(draw_from_one, 3, transport="gloo")) == []
+    assert flat(run_ranks(draw_from_one, 3, transport="sockets")) == []
 
 
 def end_in_turn(rank: int, group: Any) -> list[str]:
@@ -127,7 +127,7 @@ def end_in_turn(rank: int, group: Any) -> list[str]:
 
 def test_the_end_of_any_ranks_data_is_seen_by_all_in_the_same_step() -> None:
     """The shortest loader ends the epoch on every rank, and the next one may follow."""
-    assert flat(run_ranks(end_in_turn, 3, transport="gloo")) == []
+    assert flat(run_ranks(end_in_turn, 3, transport="sockets")) == []
 
 
 class Counting:
@@ -172,7 +172,7 @@ def ask_once(rank: int, group: Any) -> list[str]:
 
 def test_sources_are_asked_once_per_step_at_its_start() -> None:
     """No rank reads ahead or twice, also where it holds the first stage and the last."""
-    assert flat(run_ranks(ask_once, 2, transport="gloo")) == []
+    assert flat(run_ranks(ask_once, 2, transport="sockets")) == []
 
 
 class Shifted(nn.Module):
@@ -264,7 +264,7 @@ def compare_givers(rank: int, group: Any, num_ranks: int) -> list[str]:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_batch_means_the_same_however_it_is_given(num_ranks: int) -> None:
     """Given, drawn or sent, in one piece or listed, with extras and marks: the same bits."""
-    assert flat(run_ranks(compare_givers, num_ranks, num_ranks, transport="gloo")) == []
+    assert flat(run_ranks(compare_givers, num_ranks, num_ranks, transport="sockets")) == []
 
 
 class Broken:
@@ -334,7 +334,7 @@ def break_source(rank: int, group: Any, data_rank: int | None) -> list[str]:
 @pytest.mark.parametrize("data_rank", [None, 0, 1])
 def test_errors_of_a_data_source_reach_every_rank_and_the_engine_goes_on(data_rank: Any) -> None:
     """Its own error on its rank, a quote of it on the other, and the next step is right."""
-    assert flat(run_ranks(break_source, 2, data_rank, transport="gloo")) == []
+    assert flat(run_ranks(break_source, 2, data_rank, transport="sockets")) == []
 
 
 def send_oddly(rank: int, group: Any) -> list[str]:
@@ -364,7 +364,7 @@ def send_oddly(rank: int, group: Any) -> list[str]:
 
 def test_batches_that_cannot_be_sent_are_refused_on_every_rank() -> None:
     """What other ranks cannot be given is named before anything travels; as are odd ranks."""
-    for told in run_ranks(send_oddly, 2, transport="gloo"):
+    for told in run_ranks(send_oddly, 2, transport="sockets"):
         assert "a builtins.object" in told[0]
         assert "torch.sparse_coo" in told[1]
         assert told[2] == "0.552037"

@@ -101,7 +101,7 @@ def differing_from(engine: Engine, expected: dict[str, torch.Tensor]) -> list[st
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_evaluations_of_any_size_fit_between_training_steps(num_ranks: int) -> None:
     """Each loss is the plain model's over its own rows, and gradients add up over training only."""
-    assert flat(run_ranks(compare_calls, num_ranks, num_ranks, transport="gloo")) == []
+    assert flat(run_ranks(compare_calls, num_ranks, num_ranks, transport="sockets")) == []
 
 
 class Kept(nn.Module):
@@ -168,7 +168,7 @@ def check_untouched(rank: int, group: Any) -> list[str]:
 
 def test_evaluation_changes_nothing_and_runs_each_layer_once_per_microbatch() -> None:
     """Modes, buffers, gradients and the random stream stay; no layer runs but in a microbatch."""
-    assert flat(run_ranks(check_untouched, 2, transport="gloo")) == []
+    assert flat(run_ranks(check_untouched, 2, transport="sockets")) == []
 
 
 def evaluate_oddly(rank: int, group: Any) -> list[Any]:
@@ -220,7 +220,9 @@ def test_evaluations_without_targets_in_lists_or_refused() -> None:
     inputs, targets = toy_batch(8)
     output = nn.Sequential(*toy_layers(4))(inputs).detach()
     loss = MSE(output, targets).item()
-    for rank, (losses, outputs, told) in enumerate(run_ranks(evaluate_oddly, 2, transport="gloo")):
+    for rank, (losses, outputs, told) in enumerate(
+        run_ranks(evaluate_oddly, 2, transport="sockets")
+    ):
         assert losses[0] is None
         assert losses[1:] == pytest.approx([loss] * 4, rel=1e-12)
         for one in outputs[:3]:

@@ -114,7 +114,7 @@ def compare_events(rank: int, group: Any, num_ranks: int) -> list[str]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_hooks_are_told_every_forward_and_backward_with_its_values(num_ranks: int) -> None:
     """Inputs, outputs and gradients of each stage and microbatch, in the schedule's order."""
-    assert flat(run_ranks(compare_events, num_ranks, num_ranks, transport="gloo")) == []
+    assert flat(run_ranks(compare_events, num_ranks, num_ranks, transport="sockets")) == []
 
 
 def log_order(rank: int, group: Any) -> list[str]:
@@ -140,7 +140,7 @@ def log_order(rank: int, group: Any) -> list[str]:
 
 def test_hooks_of_one_place_run_in_the_order_they_were_given() -> None:
     """A hook may take itself away while it runs; an unknown place is refused."""
-    for log in run_ranks(log_order, 2, transport="gloo"):
+    for log in run_ranks(log_order, 2, transport="sockets"):
         assert log[:-1] == ["a0", "once0", "b0", "a1", "b1"]
         assert "no hook location 'between'; locations: before_forward" in log[-1]
 
@@ -205,7 +205,7 @@ def fill_bubbles(rank: int, group: Any, num_ranks: int) -> list[str]:
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_bubbles_are_filled_in_order_and_their_number_is_known(num_ranks: int) -> None:
     """2p - 2 of them, r before the first forward and r after the last backward of rank r."""
-    assert flat(run_ranks(fill_bubbles, num_ranks, num_ranks, transport="gloo")) == []
+    assert flat(run_ranks(fill_bubbles, num_ranks, num_ranks, transport="sockets")) == []
 
 
 def count_own_hooks(rank: int, group: Any) -> list[str]:
@@ -244,7 +244,7 @@ def count_own_hooks(rank: int, group: Any) -> list[str]:
 
 def test_hooks_of_parameters_and_modules_fire_once_per_microbatch() -> None:
     """Gradient, post-accumulate and forward hooks fire as in the plain run, four times each."""
-    assert flat(run_ranks(count_own_hooks, 2, transport="gloo")) == []
+    assert flat(run_ranks(count_own_hooks, 2, transport="sockets")) == []
 
 
 def break_hooks(rank: int, group: Any, location: str) -> str:

@@ -124,7 +124,7 @@ def disturb(engine: Engine, rank: int) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_masks_do_not_depend_on_schedule_placement_or_what_others_draw(num_ranks: int) -> None:
     """Every mask and gradient is the seeded plain run's, twice, with and without disturbance."""
-    assert flat(run_ranks(compare_masks, num_ranks, num_ranks, transport="gloo")) == []
+    assert flat(run_ranks(compare_masks, num_ranks, num_ranks, transport="sockets")) == []
 
 
 def test_masks_differ_by_step_microbatch_layer_and_seed() -> None:
@@ -186,7 +186,7 @@ def leave_alone(rank: int, group: Any) -> list[str]:
 
 def test_the_users_stream_is_left_alone_or_without_a_seed_used_as_it_is() -> None:
     """Steps and evaluations put the stream back; `seed=None` draws from it and changes nothing."""
-    assert flat(run_ranks(leave_alone, 2, transport="gloo")) == []
+    assert flat(run_ranks(leave_alone, 2, transport="sockets")) == []
 
 
 def compare_recomputed(rank: int, group: Any) -> list[str]:
@@ -223,7 +223,7 @@ def compare_recomputed(rank: int, group: Any) -> list[str]:
 
 def test_recomputation_draws_the_same_masks_in_any_precision() -> None:
     """Both kinds of checkpoint, other forwards in between, run a layer twice and change no bit."""
-    assert flat(run_ranks(compare_recomputed, 2, transport="gloo")) == []
+    assert flat(run_ranks(compare_recomputed, 2, transport="sockets")) == []
 
 
 class Noisy(torch.autograd.Function):
@@ -293,7 +293,7 @@ def repeat(rank: int, group: Any) -> list[str]:
 
 def test_runs_repeat_and_resume_whatever_the_global_stream_is() -> None:
     """Backwards that draw are repeatable, too; step 2 of a resumed run has step 2's masks."""
-    assert flat(run_ranks(repeat, 2, transport="gloo")) == []
+    assert flat(run_ranks(repeat, 2, transport="sockets")) == []
 
 
 class AlwaysDropping(nn.Module):
@@ -356,7 +356,7 @@ def test_evaluations_that_draw_and_whole_modules_are_seeded_by_layer_too() -> No
     """Sampling gives one loss for p = 1, 2, 4; a whole module gives the plain bits."""
     seen: set[tuple[float, ...]] = set()
     for num_ranks in (1, 2, 4):
-        answers = run_ranks(sample, num_ranks, num_ranks, transport="gloo")
+        answers = run_ranks(sample, num_ranks, num_ranks, transport="sockets")
         assert flat([wrong for wrong, _ in answers]) == []
         for _, losses in answers:
             seen |= losses

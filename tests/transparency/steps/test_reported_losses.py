@@ -53,7 +53,7 @@ def compare_delivery(rank: int, group: Any, num_ranks: int) -> list[str]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_the_loss_reaches_every_rank_or_its_owner_only(num_ranks: int) -> None:
     """The owner is the rank of the last stage, wherever that is; elsewhere None, no number."""
-    assert flat(run_ranks(compare_delivery, num_ranks, num_ranks, transport="gloo")) == []
+    assert flat(run_ranks(compare_delivery, num_ranks, num_ranks, transport="sockets")) == []
 
 
 class Scaled(nn.Module):
@@ -110,7 +110,7 @@ def compare_dtypes(rank: int, group: Any) -> list[str]:
 
 def test_losses_of_any_dtype_arrive_exact_as_float64() -> None:
     """Microbatch losses 1, 2, 1, 2 are 1.5 on every rank, from half precision and integers too."""
-    assert flat(run_ranks(compare_dtypes, 3, transport="gloo")) == []
+    assert flat(run_ranks(compare_dtypes, 3, transport="sockets")) == []
 
 
 def compare_several(rank: int, group: Any) -> list[str]:
@@ -151,7 +151,7 @@ def compare_several(rank: int, group: Any) -> list[str]:
 
 def test_one_of_several_losses_drives_the_backward_and_all_are_reported() -> None:
     """Gradients are those of the chosen one, in every bit; evaluations may choose another."""
-    assert flat(run_ranks(compare_several, 2, transport="gloo")) == []
+    assert flat(run_ranks(compare_several, 2, transport="sockets")) == []
 
 
 def refuse_index(rank: int, group: Any) -> list[str]:
@@ -179,7 +179,7 @@ def refuse_index(rank: int, group: Any) -> list[str]:
 
 def test_a_choice_of_a_loss_that_is_not_there_is_refused() -> None:
     """At construction or at the call, on every rank; ranks must choose alike."""
-    for told in run_ranks(refuse_index, 2, transport="gloo"):
+    for told in run_ranks(refuse_index, 2, transport="sockets"):
         assert "loss_index is 2; there are 2 loss functions" in told[0]
         assert "loss_index is -1; there are 2 loss functions" in told[1]
         assert "do not agree on loss_index" in told[2]
@@ -234,7 +234,7 @@ def compare_own_loss(rank: int, group: Any) -> list[str]:
 
 def test_a_model_may_return_its_loss() -> None:
     """Without a loss function the last output is the loss, and an output of rows is none."""
-    assert flat(run_ranks(compare_own_loss, 2, transport="gloo")) == []
+    assert flat(run_ranks(compare_own_loss, 2, transport="sockets")) == []
 
 
 class Balanced(nn.Module):
@@ -325,7 +325,7 @@ def test_terms_added_inside_the_model_enter_gradient_and_report() -> None:
     """Gradients are those of loss + terms, and the reports the same numbers, for p = 1, 2, 4."""
     seen: dict[Any, set[Any]] = {}
     for num_ranks in (1, 2, 4):
-        answers = run_ranks(compare_terms, num_ranks, num_ranks, transport="gloo")
+        answers = run_ranks(compare_terms, num_ranks, num_ranks, transport="sockets")
         assert flat([wrong for wrong, _ in answers]) == []
         for _, reported in answers:
             for key, told in reported.items():
@@ -369,7 +369,7 @@ def add_bad_terms(rank: int, group: Any) -> list[str]:
 
 def test_losses_that_are_not_one_number_end_the_step_by_name() -> None:
     """The rank that made it names term, kind and microbatch; the other one does not hang."""
-    first, last = run_ranks(add_bad_terms, 2, transport="gloo")
+    first, last = run_ranks(add_bad_terms, 2, transport="sockets")
     assert "StageError: rank 0: 0F0" in first[0]
     assert "add_loss('bad'): the value is (2,)" in first[0]
     assert "add_loss('bad'): the value is float" in first[1]

@@ -72,7 +72,7 @@ def compare_norms(rank: int, group: Any, num_ranks: int) -> list[str]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_gradients_do_not_depend_on_the_numbers_of_stages_and_microbatches(num_ranks: int) -> None:
     """The norm of every layer is the plain one however the same batch is cut and placed."""
-    assert flat(run_ranks(compare_norms, num_ranks, num_ranks, transport="gloo")) == []
+    assert flat(run_ranks(compare_norms, num_ranks, num_ranks, transport="sockets")) == []
 
 
 def summed_squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ def compare_normalised(rank: int, group: Any) -> list[str]:
 
 def test_a_normaliser_divides_loss_and_gradient_alike() -> None:
     """A sum divided by 32 gives the mean's loss and norm; only the loss's rank need know it."""
-    assert flat(run_ranks(compare_normalised, 2, transport="gloo")) == []
+    assert flat(run_ranks(compare_normalised, 2, transport="sockets")) == []
 
 
 class Weighted(nn.Module):
@@ -154,7 +154,7 @@ def compare_counts(rank: int, group: Any) -> list[str]:
 
 def test_microbatches_weigh_by_their_valid_targets() -> None:
     """2 over 1 target and 90 over 9 make 9.2, in training and validation; no target adds 0."""
-    assert flat(run_ranks(compare_counts, 2, transport="gloo")) == []
+    assert flat(run_ranks(compare_counts, 2, transport="sockets")) == []
 
 
 def compare_ragged(rank: int, group: Any, num_ranks: int) -> list[str]:
@@ -203,7 +203,7 @@ def plain_toy_of(schedule: Any, rows: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_uneven_microbatches_weigh_by_their_rows(num_ranks: int) -> None:
     """Ten rows give their known numbers however cut; three are refused, and all goes on."""
-    assert flat(run_ranks(compare_ragged, num_ranks, num_ranks, transport="gloo")) == []
+    assert flat(run_ranks(compare_ragged, num_ranks, num_ranks, transport="sockets")) == []
 
 
 def compare_accumulated(rank: int, group: Any) -> list[str]:
@@ -241,7 +241,7 @@ def compare_accumulated(rank: int, group: Any) -> list[str]:
 
 def test_gradients_of_several_calls_add_up() -> None:
     """Three calls normalised by the rows of all equal one plain batch of all their rows."""
-    assert flat(run_ranks(compare_accumulated, 2, transport="gloo")) == []
+    assert flat(run_ranks(compare_accumulated, 2, transport="sockets")) == []
 
 
 def compare_loss_scales(rank: int, group: Any) -> list[str]:
@@ -264,7 +264,7 @@ def compare_loss_scales(rank: int, group: Any) -> list[str]:
 
 def test_a_loss_scale_multiplies_gradients_once_and_no_report() -> None:
     """Gradients divided by a power of two are those without a scale, bit for bit."""
-    assert flat(run_ranks(compare_loss_scales, 2, transport="gloo")) == []
+    assert flat(run_ranks(compare_loss_scales, 2, transport="sockets")) == []
 
 
 def refuse(rank: int, group: Any) -> list[str]:
@@ -298,7 +298,7 @@ def refuse(rank: int, group: Any) -> list[str]:
 
 def test_scales_that_are_no_positive_numbers_are_refused_on_every_rank() -> None:
     """Each mistake of one rank is named on both, and a good step follows."""
-    for told in run_ranks(refuse, 2, transport="gloo"):
+    for told in run_ranks(refuse, 2, transport="sockets"):
         for text in told[:12]:
             assert "normaliser is " in text
         for text in told[12:18]:

@@ -59,7 +59,7 @@ def compare_sizes(rank: int, group: Any, num_ranks: int) -> list[str]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_any_number_of_microbatches_runs_on_any_number_of_ranks(num_ranks: int) -> None:
     """1, 2, 3 and 5 microbatches of 8 rows give the known loss and the plain run's gradients."""
-    assert flat(run_ranks(compare_sizes, num_ranks, num_ranks, transport="gloo")) == []
+    assert flat(run_ranks(compare_sizes, num_ranks, num_ranks, transport="sockets")) == []
 
 
 @pytest.mark.parametrize("name", GENERATORS)
@@ -115,7 +115,7 @@ def compare_placements(rank: int, group: Any) -> list[str]:
 
 def test_orders_of_ones_own_run_on_any_placement() -> None:
     """A line, its reverse, a V and unequal shares equal the plain run in every bit."""
-    assert flat(run_ranks(compare_placements, 2, transport="gloo")) == []
+    assert flat(run_ranks(compare_placements, 2, transport="sockets")) == []
 
 
 SPLITS: list[tuple[int, Any]] = [
@@ -153,7 +153,7 @@ def compare_splits(rank: int, group: Any) -> list[Any]:
 
 def test_no_layer_is_lost_or_run_twice_however_stages_share_them() -> None:
     """Layers that do not divide, stages with none: the plain run's bits, each layer on one rank."""
-    answers = run_ranks(compare_splits, 2, transport="gloo")
+    answers = run_ranks(compare_splits, 2, transport="sockets")
     assert flat([wrong for wrong, _ in answers]) == []
     for index, (num_layers, _) in enumerate(SPLITS):
         names = [name for _, held in answers for name in held[index]]
@@ -227,7 +227,7 @@ def compare_bare(rank: int, group: Any, num_ranks: int) -> list[str]:
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_one_row_passes_stages_that_have_nothing_to_learn(num_ranks: int) -> None:
     """Stages without parameters at either end, or all of them, run and pass on what there is."""
-    assert flat(run_ranks(compare_bare, num_ranks, num_ranks, transport="gloo")) == []
+    assert flat(run_ranks(compare_bare, num_ranks, num_ranks, transport="sockets")) == []
 
 
 def construct_wrongly(rank: int, group: Any) -> list[str]:
@@ -254,7 +254,7 @@ def construct_wrongly(rank: int, group: Any) -> list[str]:
 
 def test_what_does_not_fit_is_refused_at_construction_on_every_rank() -> None:
     """Numbers of ranks that differ, and stages of another rank, are named everywhere."""
-    first, second = run_ranks(construct_wrongly, 2, transport="gloo")
+    first, second = run_ranks(construct_wrongly, 2, transport="sockets")
     for told in (first, second):
         assert "the group has 2 ranks, the schedule 3" in told[0]
         assert "the group has 2 ranks, the schedule 1" in told[1]

@@ -221,7 +221,7 @@ def gradients_told(rank: int, group: Any) -> list[list[bool]]:
 
 def test_only_values_that_need_a_gradient_get_one() -> None:
     """Of (constant, h, detached, h2) gradients come back for h and h2, in their places."""
-    answers = run_ranks(gradients_told, 3, transport="gloo")
+    answers = run_ranks(gradients_told, 3, transport="sockets")
     assert answers[0] == [[False, True, False, True]] * 4
 
 
@@ -243,4 +243,4 @@ def layouts_sent(rank: int, group: Any) -> list[str]:
 
 def test_absent_gradients_cost_no_layouts_while_they_stay_absent() -> None:
     """A message without a tensor is a message like another: told once."""
-    assert flat(run_ranks(layouts_sent, 2, transport="gloo")) == []
+    assert flat(run_ranks(layouts_sent, 2, transport="sockets")) == []

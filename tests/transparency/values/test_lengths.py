@@ -156,7 +156,7 @@ def layouts_told(rank: int, group: Any, num_ranks: int) -> list[str]:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_layout_is_told_once_per_edge_and_change(num_ranks: int) -> None:
     """Lengths 4, 6, 6, 3, 3 tell 1, 1, 0, 1, 0 per edge; 5 and 7 in one step tell both."""
-    assert flat(run_ranks(layouts_told, num_ranks, num_ranks, transport="gloo")) == []
+    assert flat(run_ranks(layouts_told, num_ranks, num_ranks, transport="sockets")) == []
 
 
 def refused(rank: int, group: Any, num_ranks: int) -> list[tuple[str, float]]:
@@ -179,7 +179,7 @@ def refused(rank: int, group: Any, num_ranks: int) -> list[tuple[str, float]]:
 
 def test_a_new_length_is_refused_where_layouts_are_fixed() -> None:
     """The rank that sees it names both, nothing is sent, and no rank waits; evaluation may."""
-    first, *others = run_ranks(refused, 3, 3, transport="gloo")
+    first, *others = run_ranks(refused, 3, 3, transport="sockets")
     for text, _ in first:
         assert "0SEND_F0: stage 0, microbatch 0: fixed layouts were asked for" in text
         assert "(float32[2, 6, 5]) in tensor was to be sent where (float32[2, 4, 5])" in text
