@@ -83,6 +83,9 @@ def test_settings_survive_writing_and_reading(tmp_path):
         ({"optimizer": {"warmup_share": 1.5}}, r"optimizer\.warmup_share is 1\.5"),
         ({"run": {"steps": 0}}, r"run\.steps is 0"),
         ({"run": {"sample_prompt": ""}}, r"run\.sample_prompt is empty"),
+        ({"run": {"transport": "tcp"}}, r"run\.transport is 'tcp'; .* auto, sockets, gloo"),
+        ({"run": {"step_timeout_s": 0}}, r"run\.step_timeout_s is 0\.0; it must be a positive"),
+        ({"run": {"step_timeout_s": float("inf")}}, r"run\.step_timeout_s is inf"),
     ],
 )
 def test_a_bad_setting_is_named(body, message):

@@ -6,9 +6,11 @@ together (layers and stages, text and context) is for the parts that use them to
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 
 from stretto.errors import InputError
+from stretto.runtime.wire.peers import TRANSPORTS
 from stretto.train.text import SHAKESPEARE
 
 
@@ -138,6 +140,8 @@ class RunConfig:
         sample_prompt: What the text starts with.
         directory: Where runs are kept.
         name: Folder of this run in there; empty for one named by the time.
+        transport: What carries messages: `auto`, `sockets` or `gloo`; see `Engine`.
+        step_timeout_s: How long a rank waits for another before it gives up, in seconds.
     """
 
     steps: int = 450
@@ -148,6 +152,8 @@ class RunConfig:
     sample_prompt: str = "\n"
     directory: str = "runs"
     name: str = ""
+    transport: str = "auto"
+    step_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         _at_least("run", "steps", self.steps, 1)
@@ -156,6 +162,15 @@ class RunConfig:
         _at_least("run", "sample_characters", self.sample_characters, 0)
         if not self.sample_prompt:
             raise InputError("run.sample_prompt is empty; it needs at least one character")
+        if self.transport not in TRANSPORTS:
+            raise InputError(
+                f"run.transport is {self.transport!r}; it must be one of {', '.join(TRANSPORTS)}"
+            )
+        if not 0 < self.step_timeout_s < math.inf:
+            raise InputError(
+                f"run.step_timeout_s is {self.step_timeout_s}; it must be a positive number of "
+                "seconds"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,13 @@ def run_loop(job: Job, *, rank: int, group: object) -> Iterator[Event]:
         job.layers, job.schedule, rank=rank, by=config.schedule.split, seed=config.run.seed
     )
     engine = Engine(
-        stages, job.schedule, loss_fn=next_symbol_loss, group=group, seed=config.run.seed
+        stages,
+        job.schedule,
+        loss_fn=next_symbol_loss,
+        group=group,
+        seed=config.run.seed,
+        transport=config.run.transport,
+        step_timeout_s=config.run.step_timeout_s,
     )
     try:
         yield _evaluate(job, engine, 0)
