@@ -17,9 +17,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from typing import TypeAlias
 
 from stretto.errors import HangError, RemoteError, TransportError
 from stretto.runtime.wire.failure import Cause
@@ -28,6 +29,8 @@ from stretto.runtime.wire.progress import Place
 _HEADER = struct.Struct("<4sBIQQ")  # magic, kind, epoch, number, bytes that follow
 _MAGIC = b"strc"
 _NOTE, _FAILURE, _ASK, _ANSWER, _FAREWELL = range(5)
+_Frame: TypeAlias = tuple[int, int, int, bytes]
+"""Kind, epoch, number and what it says."""
 _URGENT_S = 1.0
 """How long to try to tell a rank something that must not hold up this one."""
 
@@ -99,7 +102,8 @@ class Control:
             del self._notes[key]
             missing = others - notes.keys()
             why = self._why_missing(missing)
-        if not missing:
+        # a rank that was away finds all notes, and beside them that the others have given up
+        if not missing and why is None:
             notes[self.rank] = payload or b""
             return [notes[one] for one in sources]
         if why is not None:
@@ -228,12 +232,13 @@ class Control:
 
     def _read_from(self, peer: _Peer, selector: selectors.BaseSelector) -> None:
         peer.heard_s = time.monotonic()
-        try:
-            for kind, epoch, number, payload in peer.frames():
-                self._take(peer, kind, epoch, number, payload)
-        except OSError as error:
+        frames, end = peer.frames()
+        # failures first: a note must not wake one who would not know yet that it is void
+        for kind, epoch, number, payload in sorted(frames, key=lambda one: one[0] != _FAILURE):
+            self._take(peer, kind, epoch, number, payload)
+        if end is not None:
             selector.unregister(peer.connection)
-            reason = str(error) or type(error).__name__
+            reason = str(end) or type(end).__name__
             told = f"rank {peer.rank} has died, or its host is out of reach ({reason})"
             self._leave(peer, Cause(rank=peer.rank, message=told), died=True)
 
@@ -317,32 +322,35 @@ class _Peer:
         except OSError:
             return len(data)  # gone: the reader finds out
 
-    def frames(self) -> Iterator[tuple[int, int, int, bytes]]:
-        """The frames that have come: kind, epoch, number and bytes.
+    def frames(self) -> tuple[list[_Frame], OSError | None]:
+        """The frames that have come, and why nothing more will come, if so."""
+        found: list[_Frame] = []
+        try:
+            while self._fill(self._header if self._body is None else self._body):
+                magic, kind, epoch, number, size = _HEADER.unpack(self._header)
+                if magic != _MAGIC:
+                    raise ConnectionError("what came is no frame")
+                if self._body is None:
+                    self._body, self._filled = bytearray(size), 0
+                    if size:
+                        continue
+                found.append((kind, epoch, number, bytes(self._body)))
+                self._body, self._filled = None, 0
+        except OSError as error:
+            return found, error
+        return found, None
 
-        Raises:
-            OSError: nothing more will come.
-        """
-        while True:
-            target = self._header if self._body is None else self._body
-            if self._filled < len(target):
-                try:
-                    count = self.connection.recv_into(memoryview(target)[self._filled :])
-                except BlockingIOError:
-                    return
-                if count == 0:
-                    raise ConnectionResetError("the connection ended")
-                self._filled += count
-                continue
-            magic, kind, epoch, number, size = _HEADER.unpack(self._header)
-            if magic != _MAGIC:
-                raise ConnectionError("what came is no frame")
-            if self._body is None:
-                self._body, self._filled = bytearray(size), 0
-                if size:
-                    continue
-            yield kind, epoch, number, bytes(self._body)
-            self._body, self._filled = None, 0
+    def _fill(self, target: bytearray) -> bool:
+        """Receive what there is for it; whether it is full."""
+        while self._filled < len(target):
+            try:
+                count = self.connection.recv_into(memoryview(target)[self._filled :])
+            except BlockingIOError:
+                return False
+            if count == 0:
+                raise ConnectionResetError("the connection ended")
+            self._filled += count
+        return True
 
     def break_off(self) -> None:
         """End the connection, from any thread."""
